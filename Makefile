@@ -77,6 +77,10 @@ docs: ## the documentation as a site, build/site, with the reference from the co
 wheel-test: ## the built wheel in clean environments: without torch on files, beside torch through the tutorial
 	PYTHON=$(PYTHON) tools/wheel_test.sh
 
+.PHONY: wheels
+wheels: ## what goes to an index, in dist: the source and this system's wheel, tried in a clean environment
+	$(PYTHON) -m tools.wheels
+
 VERSIONS ?= 2.6 2.8 2.10 2.12 2.13 2.14 2.15
 
 .PHONY: compatibility
@@ -119,6 +123,10 @@ hunt: ## look for faults by chance for MINUTES: random training loops against ea
 	$(PYTHON) -m tests.hunt --minutes $$(( $(MINUTES) / 2 )).$$(( $(MINUTES) % 2 * 5 )) --from $(FROM) || status=1; \
 	$(PYTHON) -m tests.hunt.files --seconds $$(( $(MINUTES) * 30 )) --seed $(FROM) || status=1; \
 	exit $$status
+
+.PHONY: news
+news: ## what changes/ will add to the changelog
+	$(PYTHON) -m towncrier build --draft --version next
 
 .PHONY: release
 release: ## check everything, set VERSION, date the changelog, commit and tag; pushes nothing

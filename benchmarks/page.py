@@ -1,12 +1,15 @@
 """The page of benchmarks, from what the studies have written: `python -m benchmarks.page`.
 
 `build/bench/index.html` has every figure in plots and tables; `--docs` writes the same for the documentation,
-with its pictures and a copy of the figures. `--section STUDY` writes one section of the documentation and
-leaves the others as they are.
+with its pictures and a copy of the figures. There a section that people wrote stays as it is, such as "In
+short", whose figures a test compares with those of the studies. `--section STUDY` writes one section of the
+documentation and leaves the others as they are.
 """
 
 import argparse
+import textwrap
 from collections.abc import Iterator, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -61,16 +64,20 @@ def html_of(results: Sequence[Result]) -> str:
 
 def markdown_of(results: Sequence[Result]) -> tuple[str, dict[str, str]]:
     """The page for the documentation, and its pictures by name."""
-    lines, pictures = [f"# {_TITLE}", "", _OPENING, ""], dict[str, str]()
+    lines, pictures = [f"# {_TITLE}", "", _filled(_OPENING), ""], dict[str, str]()
     for section in _sections(results):
-        lines += [f"## {section.title}", "", *(line for words in section.words for line in (words, ""))]
+        lines += [
+            f"## {section.title}",
+            "",
+            *(line for words in section.words for line in (_filled(words), "")),
+        ]
         for number, drawing in enumerate(section.drawings, 1):
             name = f"bench-{section.study}-{number}.svg"
             pictures[name] = svg_of_drawing(drawing)
             lines += [f"![{drawing.title}](pictures/{name})", ""]
         head, *rows = rows_of(section.results)
         lines += [_row(head), "|---" * len(head) + "|", *map(_row, rows), ""]
-        lines += [line for origin in _origins(section.results) for line in (origin, "")]
+        lines += [line for origin in _origins(section.results) for line in (_filled(origin), "")]
     return "\n".join(lines).rstrip() + "\n", pictures
 
 
@@ -83,6 +90,19 @@ def with_section(page: str, text: str) -> str:
     place = titles.index(title) if title in titles else min(1, len(sections))
     sections[place : place + (title in titles)] = [section.rstrip("\n") + "\n"]
     return mark.join((head, *sections)).rstrip("\n") + "\n"
+
+
+def with_others(text: str, page: str) -> str:
+    """A new page of the documentation, with the sections of the page before that no study writes."""
+    mark = "\n## "
+    written = {section.partition("\n")[0] for section in text.split(mark)[1:]}
+    sections = page.rstrip("\n").split(mark)[1:]
+    titles = [section.partition("\n")[0] for section in sections]
+    parts = text.rstrip("\n").split(mark)
+    for place, (title, section) in enumerate(zip(titles, sections, strict=True), 1):
+        if title not in written:
+            parts.insert(place, section.rstrip("\n") + "\n")
+    return mark.join(parts).rstrip("\n") + "\n"
 
 
 def write_section(study: str, results: Path = FOLDER) -> None:
@@ -143,6 +163,10 @@ def _origins(results: Sequence[Result]) -> Iterator[str]:
         yield f"`{command}`: torch {last.torch}, {last.machine}, {last.when[:16].replace('T', ' ')}"
 
 
+_filled = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
+"""Text of the documentation, in lines of at most 120 characters."""
+
+
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -170,7 +194,8 @@ def main() -> None:
     (FOLDER / "index.html").write_text(html_of(results), encoding="utf-8")
     if options.docs:
         text, pictures = markdown_of(results)
-        (_DOCS / "benchmarks.md").write_text(text, encoding="utf-8")
+        page = _DOCS / "benchmarks.md"
+        page.write_text(with_others(text, page.read_text(encoding="utf-8")), encoding="utf-8")
         for name, picture in pictures.items():
             (_DOCS / "pictures" / name).write_text(picture, encoding="utf-8")
         lines = b"".join(msgspec.json.encode(result) + b"\n" for result in results)

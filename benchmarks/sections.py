@@ -235,7 +235,8 @@ SECTIONS: Mapping[str, Callable[[Sequence[Result]], Section]] = {
     "iteration": _plainly(
         "The whole iteration",
         "Forward, backward and AdamW's step of a GPT with 88 MiB of parameters and of GPT-2 small;"
-        " all memory is counted.",
+        " all memory is counted. Times are of the processor, on the training thread. The clock agrees"
+        " but for state on disk, which waits for its transfers: docs/measured.md has both.",
     ),
     "planning": _planning,
     "lengths": _plainly(

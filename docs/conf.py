@@ -17,7 +17,7 @@ from tools.reference import reference
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
-project, author, release = "stowplan", "the stowplan authors", stowplan.__version__
+project, author, release = "stowplan", "the stowplan developers", stowplan.__version__
 extensions = ["sphinx.ext.napoleon", "myst_parser", "sphinx.ext.autodoc"]
 html_theme, html_title, html_show_copyright = "furo", f"stowplan {release}", False
 myst_heading_anchors = 3
@@ -26,32 +26,11 @@ autodoc_typehints_format = "short"
 maximum_signature_line_length = 140
 
 CONTENTS = {
-    "Use": (
-        "repository/README",
-        "tutorial",
-        "how-to",
-        "iteration",
-        "shards",
-        "allocator",
-        "devices",
-        "report",
-        "limits",
-        "compatibility",
-        "zoo",
-        "repositories",
-        "reference",
-        "public-names",
-    ),
-    "Understand": (
-        "tour",
-        "concepts",
-        "glossary",
-        "design",
-        "decisions/index",
-        "benchmarks",
-        "security",
-        "dependencies",
-    ),
+    "Start": ("repository/README", "questions", "tutorial"),
+    "How-to": ("how-to", "iteration", "shards", "devices", "files", "report"),
+    "Reference": ("reference", "limits", "compatibility", "glossary", "public-names", "dependencies"),
+    "Explanation": ("concepts", "tour", "design", "allocator", "security", "decisions/index"),
+    "Measurements": ("benchmarks", "measured", "zoo", "repositories"),
     "Work on it": (
         "repository/CONTRIBUTING",
         "adding-a-reader",
@@ -59,6 +38,8 @@ CONTENTS = {
         "releasing",
         "repository/CHANGELOG",
         "repository/SECURITY",
+        "repository/SUPPORT",
+        "repository/CODE_OF_CONDUCT",
     ),
 }
 NOTES = sorted(note.stem for note in Path(__file__).parent.glob("decisions/0*.md"))

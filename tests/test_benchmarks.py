@@ -1,4 +1,4 @@
-"""The page of benchmarks: every figure, in order, and who is ahead; the README has the same figures."""
+"""The page of benchmarks: every figure, in order, who is ahead; what people wrote has the same figures."""
 
 import re
 from collections import defaultdict
@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from torch import Tensor
 
 from benchmarks import compare
-from benchmarks.page import html_of, markdown_of, with_section
+from benchmarks.page import html_of, markdown_of, with_others, with_section
 from benchmarks.peers import Method, ratios_in_round
 from benchmarks.results import Result, Study, ratio_of, read_results
 from benchmarks.suite import SUITES
@@ -86,7 +86,7 @@ def test_compiled_kernels_are_told_beside_inductor(tmp_path: Path) -> None:
     for way, (peak, time) in ways.items():
         study.tell("net", way, "peak", peak * 2**20, "B")
         study.tell("net", way, "time", time, "of eager", (time, time))
-    text, _ = markdown_of(read_results(tmp_path))
+    text = " ".join(markdown_of(read_results(tmp_path))[0].split())
     assert "net: the fastest plan takes 1.010 of inductor's without a budget" in text
     assert "with half of the activations 0.970 of eager's" in text
     assert "there is no plan with a quarter of the activations" in text
@@ -125,9 +125,9 @@ def test_ratios_do_not_depend_on_a_host_that_slows_down() -> None:
     assert ratios == pytest.approx([1.0, 0.5, 2.0, 1.5, 3.0])
 
 
-def test_a_suite_runs_all_commands_of_the_readme() -> None:
-    """What the README claims is what `make bench` measures."""
-    commands = re.findall(r"`python -m benchmarks\.([^`]*)`", (ROOT / "README.md").read_text())
+def test_a_suite_runs_all_commands_of_the_summary() -> None:
+    """What is claimed is what `make bench` measures."""
+    commands = re.findall(r"`python -m benchmarks\.([^`]*)`", SUMMARY)
     assert commands
     assert set(commands) <= set(SUITES["long"])
 
@@ -157,9 +157,11 @@ def test_a_change_from_nothing_is_the_largest() -> None:
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+SUMMARY = PAGE.partition("## In short\n")[2].partition("\n## ")[0]
 FIGURES = read_results(ROOT / "docs" / "benchmarks.jsonl")
 ROWS = re.findall(
-    r"^\| (.*) \| (.*) \| (.*) \| (.*) \| .* \| `(python -m benchmarks.*)` \|$", README, re.MULTILINE
+    r"^\| (.*) \| (.*) \| (.*) \| (.*) \| .* \| `(python -m benchmarks.*)` \|$", SUMMARY, re.MULTILINE
 )
 
 
@@ -177,7 +179,7 @@ def test_the_figures_of_a_row_are_those_of_its_command(row: tuple[str, ...]) -> 
 
 
 def test_the_figures_beside_peers_are_on_the_page_of_benchmarks() -> None:
-    text = " ".join(README.split())
+    text = " ".join(SUMMARY.split())
     pairs = {(time, peak) for peak, time in re.findall(r"([\d,]+ MiB) and (\d\.\d\d)", text)}
     pairs.update(re.findall(r"(\d\.\d\d) in ([\d,]+ MiB)", text))
     by_way = defaultdict[tuple[str, str, str], dict[str, float]](dict)
@@ -193,16 +195,46 @@ def test_the_figures_beside_peers_are_on_the_page_of_benchmarks() -> None:
     assert pairs <= measured
 
 
-def test_the_first_figures_are_those_of_the_table() -> None:
-    first = re.search(r"\*\*(A .*?)\*\*", README, re.DOTALL)
-    assert first is not None
-    figures = re.findall(r"[\d,.]+ [MG]iB|\d\.\d\d(?= of eager's time)", " ".join(first[1].split()))
-    assert len(figures) == 6
-    assert set(figures) <= {
-        figure for row in ROWS for figure in re.findall(r"[\d,.]+(?: [MG]iB)?", " ".join(row))
-    }
+def test_the_page_is_made_of_the_figures_and_of_what_people_wrote() -> None:
+    text, _ = markdown_of(FIGURES)
+    assert with_others(text, PAGE) == PAGE
+    titles = [line.removeprefix("## ") for line in PAGE.splitlines() if line.startswith("## ")]
+    by_hand = [title for title in titles if f"\n## {title}\n" not in text]
+    assert by_hand == ["In short", "Waiting for a plan"]
+
+
+def test_the_figures_of_the_readme_are_rows_of_the_summary() -> None:
+    """Each of its two figures has the row's bytes, time and quartiles."""
+    section = README.partition("## What it costs\n")[2].partition("\n## ")[0]
+    claims = [" ".join(claim.split()) for claim in re.findall(r"^- (.*?)(?=^- |^$)", section, re.M | re.S)]
+    assert len(claims) == 2
+    for claim in claims:
+        name = claim.partition(",")[0]
+        rows = [" ".join(row) for row in ROWS if row[0].startswith(name)]
+        figures = re.findall(r"[\d,.]+ MiB|\d\.\d\d", claim)
+        assert len(figures) == 5, claim
+        assert any(all(figure in row for figure in figures) for row in rows), claim
+
+
+def test_the_figures_of_the_questions_are_on_the_page() -> None:
+    """The wait and the errors of predictions, which are told a second time there."""
+    questions = " ".join((ROOT / "docs" / "questions.md").read_text(encoding="utf-8").split())
+    waits = re.findall(r"\| (\d[\d. and]*) \|", questions)
+    assert len(waits) == 5
+    assert all(f"| {wait} |" in PAGE for wait in waits)
+    probed = [each for each in FIGURES if each.study == "projection" and each.way == "probe"]
+    worst = max(abs(each.value) for each in probed if each.figure == "peak error")
+    plans = [each for each in FIGURES if each.figure == "projected peak" and each.unit == "of measured"]
+    eager_kernels = max(abs(each.value) for each in plans if "compiled" not in each.way)
+    times = [each.value for each in probed if each.figure == "time error"]
+    real = [each.value for each in probed if each.figure == "time error" and each.case.endswith(", real")]
+    assert f"by {worst * 100:.2f} % at most for eager steps" in questions
+    assert f"by {max(abs(each.value) for each in plans) * 100:.2f} % for plans" in questions
+    assert eager_kernels < 0.001
+    assert f"{-min(real):.0%} below to {max(real):.0%} above".replace("%", " %") in questions
+    assert f"up to {-min(times):.0%} below".replace("%", " %") in questions
 
 
 def _peaks(nbytes: float) -> set[str]:
-    """As the README may write it."""
+    """As people may write it."""
     return {f"{nbytes / 2**20:,.0f} MiB", *(f"{nbytes / 2**30:.{digits}f} GiB" for digits in (1, 2))}

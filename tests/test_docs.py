@@ -17,7 +17,15 @@ ROOT = Path(__file__).parents[1]
 SOURCE = Path(stowplan.__file__).parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ALL_PAGES = [*PAGES, *sorted((ROOT / "docs/decisions").glob("*.md"))]
-RUN = [page for page in PAGES if page.name not in ("report.md", "design.md")]  # of the README's own files
+RUN = [
+    page for page in PAGES if page.name not in ("report.md", "design.md", "files.md")
+]  # of a clone's files
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 
 
@@ -33,7 +41,13 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [*ALL_PAGES, *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY"))],
+    [
+        *ALL_PAGES,
+        *(
+            ROOT / f"{name}.md"
+            for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "SUPPORT", "CODE_OF_CONDUCT")
+        ),
+    ],
     ids=lambda p: p.stem,
 )
 def test_links_lead_somewhere(page: Path) -> None:
@@ -41,6 +55,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
         is_shown = target.endswith((".md", ".png", ".svg")) or page.parent.name == "decisions"
         assert is_shown, f"{target}: the site has no page for it"
+
+
+def _recipes() -> list[tuple[str, str]]:
+    """The sections of the page of recipes, by title."""
+    parts = re.split(r"^## (.*)$", _text("docs/how-to.md"), flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
 _ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
@@ -52,6 +72,11 @@ def test_links_into_pages_lead_to_headings(page: Path) -> None:
         text = (page.parent / target if target else page).read_text(encoding="utf-8")
         headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         assert anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
+
+
+@pytest.mark.parametrize("section", _recipes(), ids=lambda section: section[0])
+def test_a_recipe_is_at_most_a_screen(section: tuple[str, str]) -> None:
+    assert len(section[1].split()) <= 350, "words"
 
 
 def test_every_page_is_listed_and_most_titles_are_questions() -> None:
@@ -144,7 +169,3 @@ def test_the_walk_is_the_road_of_an_untiled_fit(tmp_path: Path) -> None:
     assert len(named) >= 10
     assert not [name for name in named if str(SOURCE / name) not in done.stdout.splitlines()]
     assert not [name for name in named if {"tiles", "offload", "tiers", "shards"} & set(name.split("/"))]
-
-
-def _text(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")

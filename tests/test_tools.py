@@ -20,7 +20,7 @@ from tests.support.timing import timed
 from tools.compatibility.__main__ import COLUMNS, PAGE, Row, page_of, read_rows
 from tools.compatibility.cuda_stubs import make_stubs
 from tools.reference import reference
-from tools.release import with_date
+from tools.release import KINDS, fragments, news, with_date, with_news
 
 SOURCE = Path(stowplan.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -90,6 +90,44 @@ def test_a_release_dates_its_news() -> None:
         with_date(dated, "1.2.4")
     with pytest.raises(SystemExit, match="nothing under"):
         with_date("# Changelog\n", "1.2.4")
+
+
+def test_a_release_joins_fragments_with_what_is_unreleased() -> None:
+    head, old, tail = (
+        "# Changelog\n\n## Unreleased\n\n",
+        "- Old.\n\nOn a card:\n\n- That.\n",
+        "\n## 0.1.0\n\n- First.\n",
+    )
+    changelog = f"{head}### Fixed\n\n{old}{tail}"
+    joined = with_news(changelog, "### Fixed\n\n- New,\n  in two lines.\n\n### Breaking\n\n- Gone.\n\n\n")
+    assert joined == f"{head}### Breaking\n\n- Gone.\n\n### Fixed\n\n- New,\n  in two lines.\n{old}{tail}"
+    assert with_news(changelog, "") == changelog
+    with pytest.raises(SystemExit, match="more than the sections"):
+        with_news(changelog, "### Removed\n\n- That.\n")
+
+
+def test_a_fragment_is_named_by_its_kind_and_short() -> None:
+    for fragment in fragments():
+        assert re.fullmatch(rf"\d+-[a-z0-9-]+\.({'|'.join(KINDS).lower()})\.md", fragment.name), fragment.name
+        text = fragment.read_text(encoding="utf-8")
+        assert text.rstrip().endswith((".", ")")), f"{fragment.name} is no sentence"
+        assert not re.search(r"^(#|- )", text, re.MULTILINE), f"{fragment.name}: no heading, no list"
+        assert len(text.split()) <= 120, fragment.name
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (ROOT / target).exists(), f"{fragment.name}: {target}, from where the changelog is"
+
+
+def test_fragments_become_sections_of_the_changelog() -> None:
+    pytest.importorskip("towncrier")
+    told = news("9.9.9")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    joined = with_news(changelog, told)
+    for fragment in fragments():
+        assert " ".join(fragment.read_text(encoding="utf-8").split()) in " ".join(joined.split()), (
+            fragment.name
+        )
+    kept = [line for line in joined.splitlines() if line.strip()]
+    assert all(line in kept for line in changelog.splitlines() if line.strip())
 
 
 def test_the_version_is_told_everywhere_alike(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,17 @@ from stowplan.plan.steps import Decision, Step
 
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
-PLACES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "examples", "benchmarks", "src")
+PLACES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SUPPORT.md",
+    "CHANGELOG.md",
+    "changes",
+    "docs",
+    "examples",
+    "benchmarks",
+    "src",
+)
 """Files and folders that are searched; of a folder, all files in it that people write."""
 SUFFIXES = (".md", ".py", ".js", ".css")
 EXCEPTIONS = {

@@ -70,12 +70,12 @@ def run() -> PageSubject:
 
 
 def vit() -> Example:
-    """The step of README's first sentence."""
+    """The step of README's picture and first figure."""
     return NETS["vit"].build("real")
 
 
 def vit_run() -> PageSubject:
-    """That step, run and measured in the memory that the sentence names."""
+    """That step, run and measured in the memory that the README names."""
     return subject_of(api.check("tools.pictures:vit", "215.3MiB", steps=1), "ViT-S")
 
 

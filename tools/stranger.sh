@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Does what the README tells a newcomer to do: runs each command of its section "In ten minutes" in a pseudo-terminal, in a clean
-# environment, in a clone without the source, whose folder has a blank in its name. The wheel takes the place of the source.
+# Does what the README and the tutorial tell a newcomer to do: runs each command of the README, then each of the
+# tutorial's section "More in a clone", in a pseudo-terminal, in a clean environment, in a clone without the source, whose
+# folder has a blank in its name. The wheel takes the place of the source.
 # Usage: tools/stranger.sh WHEEL
 set -euo pipefail
 wheel=$(realpath "$1")
@@ -10,9 +11,11 @@ room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
 begun=$SECONDS
 
-section=$(sed -n '/^## In ten minutes$/,/^## [^I]/p' README.md)
-commands=$(sed -n 's/^\$ //p' <<<"$section")
-grep -q "^pip install '.\[torch\]'" <<<"$commands" || { echo "README has no section 'In ten minutes' that begins with pip install"; exit 1; }
+section=$(sed -n '/^## More in a clone$/,/^## [^M]/p' docs/tutorial.md)
+commands=$(sed -n 's/^\$ //p' README.md; sed -n 's/^\$ //p' <<<"$section")
+for line in "pip install '.\[torch\]'" "stowplan watch " "pytest "; do
+    grep -q "^$line" <<<"$commands" || { echo "neither README nor the tutorial has a command like $line"; exit 1; }
+done
 clone="$room/new user/clone"
 mkdir -p "$clone"
 for entry in *; do
@@ -32,6 +35,6 @@ done 3<<<"$commands"
 python -c "import torch; assert torch.__version__.startswith('2.13.0'), 'the torch that was there was replaced'"
 python -c "import stowplan; assert not stowplan.__file__.startswith('$root'), 'the source was used, not the wheel'"
 for page in stowplan-demo/gpt.html half.html; do
-    test -s "$page" || { echo "README's commands wrote no $page"; exit 1; }
+    test -s "$page" || { echo "the tutorial's lines wrote no $page"; exit 1; }
 done
 echo "a stranger with the README was done after $((SECONDS - begun)) s"

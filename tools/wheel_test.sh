@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel and uses it in two clean environments, away from the source: without torch it reads, plans and reports
 # on files, with the library in C and, from the wheel for all platforms, without; beside torch it goes through what the
-# README tells a newcomer to do (tools/stranger.sh).
+# README and the tutorial tell a newcomer to do (tools/stranger.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 
 import torch
 
@@ -63,9 +64,8 @@ def _parts(entries: Mapping[str, Entry], results: Sequence[Result]) -> Iterator[
             found.setdefault(result.name, {})[result.way] = result
     ran = {name: entry for name, entry in entries.items() if name in found}
     published = [name for name, entry in ran.items() if not entry.change]
-    yield _OPENING.format(
-        torch=torch.__version__, tight=0.7, tighter=0.6, summary=_summary(ran, published, found, len(entries))
-    )
+    summary = _summary(ran, published, found, len(entries))
+    yield _OPENING.format(torch=torch.__version__, tight=0.7, tighter=0.6, summary=summary)
     yield f"| repository | commit | part | {' | '.join(Setup)} | planned peak | eager's | note |\n"
     yield "|---" * (len(Setup) + 6) + "|\n"
     for name, entry in sorted(ran.items(), key=lambda item: (item[1].repository.lower(), item[0])):
@@ -98,7 +98,7 @@ def _summary(
         lines.append(f"{way}: {told or 'not run'}.")
     faults = sum(result.outcome in FAULTS for each in found.values() for result in each.values())
     lines.append(f"Faults (a wrong bit, a peak above the budget, an untyped error): {faults}.")
-    return "\n".join(lines)
+    return "\n".join(fill(line, 120) for line in lines)
 
 
 def _outcome(results: Mapping[str, Result], way: Setup) -> str:

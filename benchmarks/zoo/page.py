@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import fill
 
 import torch
 
@@ -30,13 +31,14 @@ def write_page(results: Sequence[Result], path: Path) -> None:
 
 def _lines(results: Sequence[Result]) -> Iterator[str]:
     yield "# Which models were tried?\n"
-    yield _OPENING.format(version=torch.__version__) + "\n"
+    yield fill(_OPENING.format(version=torch.__version__), 120) + "\n"
     outcomes = Counter(result.outcome for result in results)
     minutes = sum(result.seconds for result in results) / 60
-    yield (
+    took = (
         f"The models took {minutes:.0f} minutes of processor time together, without imports and without"
-        " torch.compile. A model that was run several times has its latest result here.\n"
+        " torch.compile. A model that was run several times has its latest result here."
     )
+    yield fill(took, 120) + "\n"
     yield f"| outcome | models of {len(results)} |"
     yield "|---|---|"
     for outcome, count in outcomes.most_common():

@@ -1,4 +1,4 @@
-"""Decide where, when and for how long every tensor of a training step lives, under a budget in bytes."""
+"""Train a PyTorch model within a memory budget in bytes: where, when and how long each tensor lives."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

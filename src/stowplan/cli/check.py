@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--iterations",
         type=int,
         default=3,
-        help="how many training steps, or iterations with --optimizer, to compare (default 3)",
+        help="training steps, or iterations with --optimizer, to compare (default 3)",
     )
     parser.add_argument(
         "-o", "--output", metavar="RECORD", help="write what was measured, for `stowplan report`"

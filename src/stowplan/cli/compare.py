@@ -19,9 +19,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "before",
         metavar="BEFORE",
-        help=f"{GRAPH_PLAN_OR_RUN}; a graph file stands for its step without a plan",
+        help=f"{GRAPH_PLAN_OR_RUN}; a graph file counts as a step without a plan",
     )
-    parser.add_argument("after", metavar="AFTER", help="what to compare with it")
+    parser.add_argument("after", metavar="AFTER", help="the second graph file, plan or run")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     add_saved(parser)
 

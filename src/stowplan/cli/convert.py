@@ -14,11 +14,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument("source", metavar="IN", help="a file in any of the formats that can be read")
     parser.add_argument(
-        "target", metavar="OUT", help="where to write; .stow.json and .stow.txt say their format"
+        "target", metavar="OUT", help="output file; the suffix .stow.json or .stow.txt selects the format"
     )
-    parser.add_argument(
-        "--to", choices=tuple(WRITERS), help="the format to write, if OUT's suffix does not say it"
-    )
+    parser.add_argument("--to", choices=tuple(WRITERS), help="output format, for other suffixes")
     parser.add_argument(
         "--graph-only", action="store_true", help="leave out times, addresses, regions and tiles"
     )

@@ -17,7 +17,7 @@ _GAP = 0.05  # the search ends this near to its bound: a demo wants a good plan 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
-    parser.add_argument("step", nargs="?", choices=tuple(_STEPS), help="only this one (default: both)")
+    parser.add_argument("step", nargs="?", choices=tuple(_STEPS), help="network to train (default: both)")
     parser.add_argument(
         "-o",
         "--output",
@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="stowplan-demo",
         help="where to write the reports (default stowplan-demo)",
     )
-    parser.add_argument("--no-open", action="store_true", help="do not open the first report in a browser")
+    parser.add_argument("--no-open", action="store_true", help="write the reports without opening one")
 
 
 def run(arguments: Namespace) -> int:

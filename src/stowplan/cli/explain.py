@@ -9,12 +9,12 @@ from stowplan.plan.progress import showing_progress
 
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
-    parser.add_argument("plan", metavar="PLAN", help="a file that `stowplan plan -o` wrote")
+    parser.add_argument("plan", metavar="PLAN", help="a plan that `stowplan plan ... -o PLAN` wrote")
     parser.add_argument(
         "tensor",
         metavar="TENSOR",
         nargs="?",
-        help="one tensor, by id or name, or the path of the module that makes it (default: the whole plan)",
+        help="a tensor's id or name, or the path of a module such as layers.2.0 (default: the whole plan)",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 

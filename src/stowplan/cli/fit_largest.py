@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="MODULE:FUNCTION",
-        help=f"{api.FUNCTION_HELP}; it takes the size",
+        help=f"{api.FUNCTION_HELP}; it has an argument `batch`, `resolution` or `sequence` (--vary)",
     )
     parser.add_argument(
         "--budget", help="bytes for one forward and backward, parameters and gradients included, such as 8GiB"

@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=float,
         default=120.0,
         metavar="SECONDS",
-        help="begin nothing new after this time (default 120)",
+        help="start no further network after this time (default 120)",
     )
     parser.add_argument(
         "--networks", metavar="NAMES", help="only these, such as gpt,unet (default: all eight)"

@@ -12,15 +12,21 @@ from stowplan.plan.progress import showing_progress
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument("target", metavar="FILE|MODULE:FUNCTION", help=api.TARGET_HELP)
-    parser.add_argument("--measure", action="store_true", help="for models: run one step and show both")
+    parser.add_argument(
+        "--measure", action="store_true", help="for models: also run one step, and show what it took"
+    )
     parser.add_argument("--optimizer", help=f"for models: count its state and step too; {api.OPTIMIZER_HELP}")
-    parser.add_argument("--no-probe", action="store_true", help="for models: run nothing, estimate workspace")
+    parser.add_argument(
+        "--no-probe", action="store_true", help="for models: run no op, take workspace from a table"
+    )
     parser.add_argument("--device", metavar="CARD|FILE.toml", help=f"for models: {api.DEVICE_HELP}")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--notes", action="store_true", help="show every note of the reader, not one per group"
     )
-    parser.add_argument("--pack", action="store_true", help="find places in one arena, however many tensors")
+    parser.add_argument(
+        "--pack", action="store_true", help="place all tensors in one arena, also if that takes long"
+    )
     add_training(parser)
     add_layouts(parser)
     add_saved(parser)

@@ -177,8 +177,9 @@ def _parsers(words: Sequence[str]) -> tuple[ArgumentParser, ArgumentParser]:
     """All verbs by name and summary; only the one that is called, the second, brings its arguments."""
     parser = _Parser(
         prog="stowplan",
-        description="Decide where, when and for how long every tensor of a training step lives.",
-        epilog="Exit codes: 0 done, 1 the answer is no, 2 bad use or bad input, 3 internal error.",
+        description="Train a PyTorch model within a memory budget in bytes.",
+        epilog="For example: stowplan plan train:step --budget 6GiB -o step.plan. Exit codes: 0 done, 1 the"
+        " answer is no (the step does not fit, gradients differ), 2 bad use or bad input, 3 internal error.",
     )
     parser.add_argument("--version", action="version", version=f"stowplan {__version__}")
     verbs, called_parser = parser.add_subparsers(metavar="VERB", required=True), parser

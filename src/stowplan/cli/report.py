@@ -29,10 +29,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="where to write: a page .html, a trace .json.gz, the curve .svg or .png, the tensors .csv",
     )
     parser.add_argument(
-        "--frontier", action="store_true", help="search the budgets of each plan; takes a while"
+        "--frontier",
+        action="store_true",
+        help="also draw peak against time over all budgets, which searches again",
     )
     parser.add_argument(
-        "--peers", metavar="JSON", help="a benchmark file: what others reach on the same step"
+        "--peers",
+        metavar="JSON",
+        help="also draw other methods, from a file"
+        ' {"peers": [{"name": ..., "peak_bytes": ..., "time_ratio": ...}]}',
     )
     parser.add_argument("--json", action="store_true", help="say what was written as JSON")
     add_saved(parser)

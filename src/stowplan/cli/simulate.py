@@ -99,13 +99,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="replicate",
         help="with --mesh: whole parameters on every worker, or its rows of them (default replicate)",
     )
-    parser.add_argument("--layouts", action="store_true", help="choose for each stage how it is cut")
+    parser.add_argument(
+        "--layouts", action="store_true", help="for convolutional nets: choose how each stage is cut"
+    )
     parser.add_argument(
         "--regions",
         metavar="FILE",
         help="write which part of each tensor every worker reads and writes",
     )
-    parser.add_argument("--machine", help="a TOML file with [compute] and [network]; defaults without it")
+    parser.add_argument(
+        "--machine", help="speeds of a worker and of the network: a TOML file with [compute] and [network]"
+    )
     parser.add_argument(
         "--up-to",
         type=int,
