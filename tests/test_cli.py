@@ -1,7 +1,9 @@
 """The command line: what it says of the five documents, how it refuses, and how fast it starts."""
 
 import json
+import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from stowplan import __version__
-from stowplan.cli.main import VERBS, main
+from stowplan.cli.main import VERBS, main, parser_of
 from stowplan.formats import stow
 from stowplan.formats.door import read_document
 from stowplan.ir.text import parse_graph
@@ -316,6 +318,47 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
             main(words)
         assert ended.value.code == 0
     assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("stowplan expl", ["explain"]),
+        ("stowplan --ver", ["--version"]),
+        ("stowplan plan --allo", ["--allow", "--allocator"]),
+        ("stowplan plan train:step --prefer t", ["time"]),
+        ("stowplan check --bud", ["--budget"]),
+        ("stowplan plan train", []),
+    ],
+)
+def test_bash_completes_verbs_options_and_their_words(
+    line: str, completed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--completion", "bash"])
+    words = line.split()
+    asked = f'COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _stowplan; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(
+        ["bash", "-c", f"{capsys.readouterr().out}\n{asked}"], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    assert done.stdout.split() == completed
+
+
+def test_the_page_for_man_has_every_verb_and_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--man"])
+    page = capsys.readouterr().out.replace("\\-", "-")
+    for verb in VERBS:
+        assert f"\n.SS {verb}\n" in page
+        assert all(flag in page for flag in re.findall(r"(?<![\w-])--[\w-]+", parser_of(verb).format_help()))
+    assert not re.search(r"(?m)^'", page)
+    if groff := shutil.which("groff"):
+        done = subprocess.run(
+            [groff, "-man", "-Tascii", "-ww"], input=page, capture_output=True, text=True, check=True
+        )
+        assert done.stderr == "", "groff warns"
 
 
 def stowplan(*words: str | Path) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
@@ -173,6 +173,20 @@ def _before_command(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]
     return words[:at], command
 
 
+def parser_of(verb: str) -> ArgumentParser:
+    """The parser of a verb with its arguments; without a verb, that of the command."""
+    return _parsers((verb,))[1]
+
+
+class _Print(Action):
+    """An option that prints a text made from all parsers, and ends the command."""
+
+    def __call__(self, parser: ArgumentParser, *_: object) -> None:
+        """Print what is named as the option is."""
+        print(getattr(import_module("stowplan.cli.shell"), self.dest)(), end="")
+        parser.exit()
+
+
 def _parsers(words: Sequence[str]) -> tuple[ArgumentParser, ArgumentParser]:
     """All verbs by name and summary; only the one that is called, the second, brings its arguments."""
     parser = _Parser(
@@ -182,6 +196,14 @@ def _parsers(words: Sequence[str]) -> tuple[ArgumentParser, ArgumentParser]:
         " answer is no (the step does not fit, gradients differ), 2 bad use or bad input, 3 internal error.",
     )
     parser.add_argument("--version", action="version", version=f"stowplan {__version__}")
+    parser.add_argument(
+        "--completion",
+        dest="bash_completion",
+        choices=("bash",),
+        action=_Print,
+        help="print a script that completes commands in this shell",
+    )
+    parser.add_argument("--man", dest="manual", nargs=0, action=_Print, help="print a page for man")
     verbs, called_parser = parser.add_subparsers(metavar="VERB", required=True), parser
     called = next((word for word in words if not word.startswith("-")), None)
     for name, summary in VERBS.items():
