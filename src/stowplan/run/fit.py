@@ -102,7 +102,7 @@ def fit(
     """Plan the training step of `model(*args, **kwargs)` so that it stays within `budget` bytes.
 
     Returns a module with the same parameters, buffers and `state_dict` that runs the plan. Raises
-    `BudgetTooSmall`, with the smallest budget, before anything runs.
+    `BudgetTooSmall`, with the smallest budget, before the step runs.
 
     Planning that takes more than two seconds shows on one line what runs and the best plan so far, on a
     terminal and in a notebook; elsewhere it logs lines under "stowplan" at level INFO. Plans are cached in
