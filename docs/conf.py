@@ -26,10 +26,10 @@ autodoc_typehints_format = "short"
 maximum_signature_line_length = 140
 
 CONTENTS = {
-    "Start": ("repository/README", "questions", "tutorial"),
+    "Start": ("repository/README", "questions", "tutorial", "tour"),
     "How-to": ("how-to", "iteration", "shards", "devices", "files", "report"),
     "Reference": ("reference", "limits", "compatibility", "glossary", "public-names", "dependencies"),
-    "Explanation": ("concepts", "tour", "design", "allocator", "security", "decisions/index"),
+    "Explanation": ("concepts", "design", "allocator", "security", "decisions/index"),
     "Measurements": ("benchmarks", "measured", "zoo", "repositories"),
     "Work on it": (
         "repository/CONTRIBUTING",
