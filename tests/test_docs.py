@@ -73,6 +73,19 @@ def test_links_into_pages_lead_to_headings(page: Path) -> None:
         assert anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
 
 
+WRAPPED = [
+    ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "SUPPORT", "CODE_OF_CONDUCT")
+]
+
+
+@pytest.mark.parametrize("page", [*ALL_PAGES, *WRAPPED], ids=lambda p: p.stem)
+def test_no_line_of_a_page_is_too_long_to_read_in_a_diff(page: Path) -> None:
+    """Rows of tables have to be one line."""
+    lines = enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+    long = [number for number, line in lines if len(line) > 120 and not line.startswith("|")]
+    assert long == [], "lines above 120 characters"
+
+
 @pytest.mark.parametrize("section", _recipes(), ids=lambda section: section[0])
 def test_a_recipe_is_at_most_a_screen(section: tuple[str, str]) -> None:
     assert len(section[1].split()) <= 350, "words"
