@@ -86,7 +86,7 @@ class Counted(Reader):
     """A decoder that runs over the positions itself."""
 
     def forward(self, words: Tensor, lengths: Any) -> Any:
-        packed = self.packed(words, lengths)
+        packed: Any = self.packed(words, lengths)
         parts = packed.data.split(packed.batch_sizes.tolist())
         return sum(self.out(part[:, :6]).square().mean() for part in parts) * packed.batch_sizes[0]
 
@@ -103,8 +103,8 @@ class Captions(Reader):
     def forward(self, words: Tensor, lengths: Any) -> Any:
         known, order = lengths.sort(descending=True)
         scores, wanted = self.out(self.rnn(self.words(words[order]))[0]), words[order] % 5
-        packed = (pack_padded_sequence(x, known.tolist(), batch_first=True) for x in (scores, wanted))
-        return F.cross_entropy(*(each.data for each in packed))
+        one, other = (pack_padded_sequence(x, known.tolist(), batch_first=True) for x in (scores, wanted))
+        return F.cross_entropy(one.data, other.data)
 
 
 def agree(eager: nn.Module, given: Sequence[Batch], **settings: Any) -> Any:
@@ -175,7 +175,7 @@ def test_tight_plans_and_arenas_hold_packed_sequences() -> None:
 def test_torch_compile_plans_around_packing() -> None:
     eager = Reader()
     torch._dynamo.reset()
-    compiled = torch.compile(copy.deepcopy(eager), backend="stowplan", options={"budget": "1GiB"})
+    compiled: Any = torch.compile(copy.deepcopy(eager), backend="stowplan", options={"budget": "1GiB"})
     for batch in batches():
         grads = []
         for model in (eager, compiled):

@@ -52,6 +52,21 @@ def test_batch_norms_with_fixed_statistics_in_tiles() -> None:
     assert error_of_step(model, args, *cuts) < 1e-12
 
 
+def test_results_are_detached_in_tiles_as_in_eager() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            h = self.net(x)
+            return h.square().mean(), h, h.detach(), h.detach().amax((2, 3))
+
+    model, x = Net(), torch.randn(2, 3, 12, 12)
+    results = step_in_tiles(model, (x,), ("convolution", "convolution_1", (1, 1, 2, 2)))(x)
+    assert [each.requires_grad for each in results] == [each.requires_grad for each in model(x)]
+
+
 def test_the_step_holds_one_tile_at_a_time() -> None:
     model, args = NETS["vgg16"].build("tiny", resolution=128, batch=1, width=8)
     step = step_in_tiles(model, args, ("convolution", "max_pool2d_with_indices_1", (1, 1, 4, 4)))

@@ -135,8 +135,16 @@ def _run(
         for buffer, value in program.updates.items():
             if values[value] is not values[buffer]:
                 values[buffer].copy_(values[value])
-    leaves = [values[leaf.tensor] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
+    pairs = zip(program.outputs, program.attached, strict=True)
+    leaves = [_result(values, leaf, is_attached=is_attached) for leaf, is_attached in pairs]
     return pytree.tree_unflatten(leaves, program.output_spec)
+
+
+def _result(values: Mapping[str, Tensor], leaf: object, *, is_attached: bool) -> object:
+    """An output of the step, detached where the captured one is: a sweep differentiates all that it makes."""
+    if not isinstance(leaf, Ref):
+        return leaf
+    return values[leaf.tensor] if is_attached else values[leaf.tensor].detach()
 
 
 def _with_origins(graph: Graph, order: Sequence[Op | Insertion]) -> Graph:
