@@ -30,6 +30,7 @@ CONTENTS = {
         "repository/README",
         "tutorial",
         "how-to",
+        "inference",
         "iteration",
         "shards",
         "allocator",
