@@ -27,7 +27,7 @@ maximum_signature_line_length = 140
 
 CONTENTS = {
     "Start": ("repository/README", "questions", "tutorial", "tour"),
-    "How-to": ("how-to", "iteration", "shards", "devices", "files", "report"),
+    "How-to": ("how-to", "inference", "iteration", "shards", "devices", "files", "report"),
     "Reference": ("reference", "limits", "compatibility", "glossary", "public-names", "dependencies"),
     "Explanation": ("concepts", "design", "allocator", "security", "decisions/index"),
     "Measurements": ("benchmarks", "measured", "zoo", "repositories"),

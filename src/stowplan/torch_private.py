@@ -875,6 +875,32 @@ def mode_in_the_way() -> str:
     return ""
 
 
+@contextmanager
+def own_modes_unseen() -> Iterator[None]:
+    """Within, modules that ask whether a function mode is active see those of the user's alone.
+
+    Modules of PyTorch run faster kernels where there is none, which have other bits.
+    """
+    asked = overrides.has_torch_function
+
+    def has_torch_function(relevant: Iterable[Any]) -> bool:
+        relevant = tuple(relevant)
+        if any(not type(mode).__module__.startswith("stowplan.") for mode in _function_modes()):
+            return asked(relevant)
+        plain = (Tensor, nn.Parameter, FakeTensor)
+        return any(type(each) not in plain and hasattr(each, "__torch_function__") for each in relevant)
+
+    with replaced(overrides, "has_torch_function", has_torch_function):
+        yield
+
+
+@contextmanager
+def said_to_infer(infers: bool) -> Iterator[None]:
+    """Within, code that asks whether inference mode is on is told this."""
+    with replaced(torch, "is_inference_mode_enabled", lambda: infers):
+        yield
+
+
 def _function_modes() -> list[Any]:
     if not torch._C._len_torch_function_stack():
         return []

@@ -36,6 +36,7 @@ from stowplan.capture.stand_ins import (
     StandIns,
     StorageView,
     flatten,
+    is_constant,
     leaf_names,
     refuse_opaque,
     same_strides,
@@ -60,6 +61,7 @@ from stowplan.torch_private import (
     checkpoints_as_calls,
     gradient_of,
     idle_conversions_skipped,
+    own_modes_unseen,
     pytree,
     script_calls_handed_to,
 )
@@ -375,6 +377,8 @@ class _Recorder:
         elif isinstance(self._step.loss, str | int):
             output_named(unchecked(returned), self._step.loss)  # refuses a name that is none
         self._refuse_changed_wrapper()
+        if all(tangent is None for tangent in tangents):
+            self._refuse_opaque_results(outputs)
         constants = self._watch.constants
         named = [(f"constants.{number}", tensor) for number, tensor in enumerate(constants.values())]
         self._enter(Kind.CONSTANT, named)
@@ -511,6 +515,15 @@ class _Recorder:
                 advice="check that the loss depends on them, and through operands that are not empty",
             )
 
+    def _refuse_opaque_results(self, outputs: Sequence[object]) -> None:
+        """Refuse results inside of objects, such as a cache of keys: a plan returns tensors of each call."""
+        for leaf in outputs:
+            if not isinstance(leaf, Tensor) and not is_constant(leaf):
+                raise CaptureError(
+                    f"forward returns a {type(leaf).__name__}, whose contents may be tensors of this call",
+                    advice="return its tensors, or leave it out, as with use_cache=False",
+                )
+
     def _forward(self) -> object:
         args, kwargs = self._input_spec.unflatten(self._inputs)
         containers, outside = Containers(args, kwargs), ReadsOutsideOps(self._watch)
@@ -536,6 +549,7 @@ class _Recorder:
             outside,
             setters,
             nullcontext() if self._step.records else torch.no_grad(),
+            own_modes_unseen(),
         ):
             self._watch.drawing, self._watch.generator = self._drawing, generator
             self._watch.foreseeing = self._foreseeing

@@ -41,7 +41,7 @@ from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache
 from stowplan.run.planning.planner import DraftedStep, PlannedStep, Subject, replayed_bytes
 from stowplan.run.planning.road import draft_for
 from stowplan.run.wrappers import refuse_shards, with_forward
-from stowplan.torch_private import neighbours_set_aside
+from stowplan.torch_private import neighbours_set_aside, said_to_infer
 from stowplan.watch import limited_to, tell_phase
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ _MOST_LAYOUTS = 64  # that one step has wrong at first
 class KindOfCall(NamedTuple):
     """The looks and structure of the leaves of a call, which of them share memory, and what autocast does.
 
-    Unless it `records`, it is under torch.no_grad() or torch.inference_mode().
+    Unless it `records`, it is under torch.no_grad(), or it `infers`, under torch.inference_mode().
     """
 
     looks: tuple[object, ...]
@@ -74,6 +74,7 @@ class KindOfCall(NamedTuple):
     shared: tuple[Place, ...]
     casts: tuple[tuple[str, torch.dtype], ...]
     records: bool = True
+    infers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,7 @@ class CallPlanner:
             showing_progress(f"planning {type(call.model).__name__}", allowed_bytes=self.allowed_bytes),
             collecting_hooks_removed(plain),
             neighbours_set_aside(),
+            said_to_infer(call.kind.infers),
         ):
             for _ in range(_MOST_LAYOUTS):
                 try:
@@ -416,7 +418,8 @@ def kind_of_call(leaves: list[object], spec: Spec) -> KindOfCall:
     casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d))
     try:
         looks = tuple(map(look_of, leaves))
-        return KindOfCall(looks, str(spec), sharing_of(tensors), casts, torch.is_grad_enabled())
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return KindOfCall(looks, str(spec), sharing_of(tensors), casts, *modes)
     except RuntimeError as fault:  # there are tensors without strides or storages
         unlike = next(filter(None, map(unlike_plain, tensors)), None)
         if unlike is None:

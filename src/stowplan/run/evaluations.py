@@ -44,7 +44,7 @@ class CallExtent:
                 amounts.append(abs(look[1] if look[0] is int else float.fromhex(look[1])))
             else:
                 family.append(look)
-        return CallExtent((tuple(family), kind.spec, kind.casts, kind.records), tuple(amounts))
+        return CallExtent((tuple(family), kind.spec, kind.casts, kind.records, kind.infers), tuple(amounts))
 
     def share_of(self, other: "CallExtent") -> float:
         """How many times as large it is, in the tensor or number that grew most; no less than 1."""
@@ -69,16 +69,22 @@ class Evaluations:
     """Those of one module that were captured, the latest first."""
 
     seen: list[_Seen] = field(default_factory=list)
-    refused: "list[KindOfCall]" = field(default_factory=list)  # that run as they are, for no plan fits
+    refused: list[tuple[CallExtent, bool]] = field(default_factory=list)  # and whether for any size
 
     def add(self, kind: "KindOfCall", model: nn.Module, peak_bytes: int, known: Dependencies) -> None:
         """A call of this kind takes so much as it is."""
         guard = Guard(replace(known, answers=NO_ANSWERS), model)
         self.seen = [_Seen(CallExtent.of(kind), peak_bytes, guard), *self.seen][:_MOST_SEEN]
 
-    def add_refused(self, kind: "KindOfCall") -> None:
-        """Calls of this kind are not planned."""
-        self.refused = [kind, *self.refused][:_MOST_SEEN]
+    def add_refused(self, kind: "KindOfCall", *, at_any_size: bool) -> None:
+        """Calls of this kind run as they are, for they cannot be captured, or no plan fits."""
+        self.refused = [(CallExtent.of(kind), at_any_size), *self.refused][:_MOST_SEEN]
+
+    def refuse(self, kind: "KindOfCall") -> bool:
+        """Whether such a call was refused, or one that is no larger."""
+        extent = CallExtent.of(kind)
+        alike = (each for each in self.refused if each[0].family == extent.family)
+        return any(at_any_size or known.share_of(extent) <= 1 for known, at_any_size in alike)
 
     def fit(self, kind: "KindOfCall", model: nn.Module, leaves: Sequence[object], allowed_bytes: int) -> bool:
         """Whether a call fits as it is, as far as those that were captured show."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stowplan.alone import Lock, alone
 from stowplan.capture.composite import opened
 from stowplan.capture.recording import Step, after_loss, argument_names
-from stowplan.capture.stand_ins import TensorLook, flatten, is_constant
+from stowplan.capture.stand_ins import TensorLook, flatten
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.plan.plan import Plan
 from stowplan.run.beside import BesideWatch
@@ -408,7 +408,7 @@ class Fitting:
                     return self._bind(planned, guard, model)
         own = not self.trains
         planner = self.planner if own else self._evaluator(model)
-        if planner is None or (not own and kind in self.evaluations.refused):
+        if planner is None or self.evaluations.refuse(kind):
             return None
         if self.evaluations.fit(kind, model, leaves, planner.allowed_bytes) and not (own and self._must_plan):
             return None
@@ -419,13 +419,12 @@ class Fitting:
         if change is not None and own:
             _LOGGER.warning("planning %s again: %s", model_class(model).__name__, change)
         try:
-            if not own and (opaque := next((v for v in leaves if not _may_be_planned(v)), None)) is not None:
-                raise BadUse(f"an argument is of type {type(opaque).__name__}")
             planned = self._planned_by(planner, call, change)
-        except Exception as refusal:  # of a call that was never asked about: eager raises it, or can do it
-            if own:
+        except Exception as refusal:  # of a call that fit was not asked about: eager raises it, or can do it
+            is_too_large = isinstance(refusal, BudgetTooSmall)
+            if own and (is_too_large or not self.planned):
                 raise
-            self.evaluations.add_refused(kind)
+            self.evaluations.add_refused(kind, at_any_size=not is_too_large)
             name, why = model_class(model).__name__, str(refusal).partition("\n")[0]
             self.planner.say_once(
                 f"a call of {name} without gradients runs as it is, without a plan: {why}",
@@ -763,10 +762,6 @@ def _told_as_new(leaves: Sequence[object], change: str | None, *, is_new: bool) 
                 " planned when it comes; pad to shapes that fit, or call fit with the largest first."
             )
         raise
-
-
-def _may_be_planned(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) or is_constant(leaf)
 
 
 def wants_gradient(model: nn.Module, leaves: Sequence[object]) -> bool:

@@ -12,7 +12,7 @@
 | attributes, lists and globals that forward writes | refused |
 | random numbers of Python and NumPy | refused |
 | a tensor that is found nowhere it could be read anew | refused |
-| calls that want no gradient | run eagerly |
+| calls that want no gradient, and fit as they are | run eagerly |
 
 A guard that fails means another plan. `Dependencies` are facts by label, so that a copy of the model can be
 held to them too. A Guard compares a living model with them in two ways. `is_untouched` looks whether the same

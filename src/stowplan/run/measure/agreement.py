@@ -66,7 +66,14 @@ from stowplan.capture.stand_ins import StorageBook, StorageView, contiguous_stri
 from stowplan.capture.watching import TAKING_VALUES, Event
 from stowplan.plan.draft import AgainstEager, Draft, Schedule, Verdict
 from stowplan.run.planning.planner import Subject
-from stowplan.torch_private import OpOverload, TorchDispatchMode, checkpoints_as_calls, schema_of, storage_id
+from stowplan.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    checkpoints_as_calls,
+    own_modes_unseen,
+    schema_of,
+    storage_id,
+)
 from stowplan.units import format_bytes
 from stowplan.watch import tell_phase
 
@@ -155,6 +162,7 @@ def against_eager(plan: Schedule, subject: Subject) -> AgainstEager:
                 stack.enter_context(comparison)
                 if shortcut:
                     stack.enter_context(_ReadsOutsideOps(comparison, shortcut))
+                    stack.enter_context(own_modes_unseen())
                 after_loss(subject.model(*args, **kwargs), subject.loss)
             return comparison.verdict()
         except _Seen:

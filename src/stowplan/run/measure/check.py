@@ -152,7 +152,8 @@ def check_iterations(
     (plan,) = plans_of(fitted)
     before = _kept(target, plan)
     planned = replace(
-        _Side(target.model, lambda: _loss_in(fitted(*target.args, **target.kwargs), target.loss), own),
+        _Side(target.model, lambda: _loss_in(fitted(*target.args, **target.kwargs), target.loss)),
+        optimizer=own,
         accumulate=asked.accumulate,
     )
     return _recorded(plan, eager, planned, before, iterations, rounds, eager_of)

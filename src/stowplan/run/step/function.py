@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from operator import call
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -120,7 +121,7 @@ def compiled(
     Kernels of forward find gradients enabled if the step `records`.
     """
     scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten, "tier": tier}
-    scope |= {"as_in_forward": as_in_forward, "placing": placing}
+    scope |= {"as_in_forward": as_in_forward if records else call, "placing": placing}
     scope |= {"copied": copied, "zeros": zeros}
     file = f"<stowplan step {next(_numbers)}>"
     code = compile(source.text, file, "exec")
