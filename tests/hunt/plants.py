@@ -53,7 +53,7 @@ def _wrong_gradient() -> Iterator[None]:
 @contextmanager
 def _buffer_updated_twice() -> Iterator[None]:
     """A planned step counts its batches twice."""
-    planned = fitting._Fitted.forward
+    planned = fitting.FittedModule.forward
 
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         output = planned(self, *args, **kwargs)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def _buffer_updated_twice() -> Iterator[None]:
                 module.num_batches_tracked.add_(1)
         return output
 
-    with patch.object(fitting._Fitted, "forward", forward):
+    with patch.object(fitting.FittedModule, "forward", forward):
         yield
 
 

@@ -242,7 +242,7 @@ def written(folder: Path, script: str) -> None:
 
 
 def budgeted(folder: Path, budget: int, *options: str, **environment: str) -> Done:
-    words = ["run", "--budget", str(budget), "--json", "done.json", "--moves", "200", *options, "train.py"]
+    words = ["run", "--budget", str(budget), "--json", "done.json", "--moves", "50", *options, "train.py"]
     done = python(folder, ["-m", "stowplan", *words], **environment)
     (record,) = json.loads((folder / "done.json").read_text())["processes"]
     return Done(done.code, done.output, done.errors, record)
@@ -302,3 +302,82 @@ def test_training_is_the_same_within_the_budget(
 def test_bad_use_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert told in capsys.readouterr().err
+
+
+ODD = """
+from common import *
+how = sys.argv[1]
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.last = net(3, 64), nn.Linear(64, 1)
+
+    def forward(self, x):
+        found = self.last(self.net(x)).square().mean()
+        return found * float(found.detach().numpy()) if how == "numbers" else found
+
+model = Odd()
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+for number in range(4):
+    loss = model(torch.randn(16384 if how == "sizes" and number == 2 else 256, 64))
+    if how == "twice":
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        loss = loss + sum(gradient.square().sum() for gradient in gradients)
+    if how == "raises" and number == 2:
+        raise ValueError("the script's own")
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+    counts.line()
+print(bits(losses), bits(model.parameters()), bits([torch.get_rng_state()]))
+"""
+
+
+def odd(folder: Path, how: str, budget: int, *options: str) -> tuple[Done, Done]:
+    written(folder, ODD)
+    words = ["run", "--budget", str(budget), "--json", "done.json", "--moves", "50", *options]
+    done = python(folder, ["-m", "stowplan", *words, "train.py", how])
+    (record,) = json.loads((folder / "done.json").read_text())["processes"]
+    return python(folder, ["train.py", how]), Done(done.code, done.output, done.errors, record)
+
+
+@pytest.mark.parametrize(
+    ("how", "budget", "told"),
+    [
+        ("numbers", 3_500_000, "Odd runs as it is: "),
+        ("twice", 3_500_000, "Odd runs as it is from now on: create_graph=True asks for second derivatives"),
+        ("sizes", 3_500_000, "Odd runs this call as it is: 3.34 MiB is too small"),
+        ("small", 900_000, "Odd runs as it is: 879 KiB is too small"),
+    ],
+)
+def test_what_is_refused_runs_as_it_is(how: str, budget: int, told: str, tmp_path: Path) -> None:
+    alone, done = odd(tmp_path, how, budget)
+    assert told in done.said, done.errors
+    assert done.code == alone.code == 0, done.errors
+    if how == "twice":  # is within rounding, and says so
+        assert "its gradients are eager's within rounding" in done.said
+    else:
+        assert done.output == alone.output
+    assert any(told.partition(": ")[2] in why for why in done.record["modules"][0]["refusals"])
+
+
+@pytest.mark.parametrize(
+    ("how", "budget", "steps"), [("small", 900_000, 0), ("twice", 3_500_000, 0), ("sizes", 3_500_000, 2)]
+)
+def test_strict_ends_the_run_before_such_an_iteration(
+    how: str, budget: int, steps: int, tmp_path: Path
+) -> None:
+    _, done = odd(tmp_path, how, budget, "--strict")
+    assert (done.code, done.output) == (1, ""), done.errors
+    assert "stowplan run: --strict ends the run here" in done.said
+    assert "Traceback" not in done.errors
+    assert len(done.record["peaks"]) >= steps
+
+
+def test_errors_of_the_script_are_its_own(tmp_path: Path) -> None:
+    alone, done = odd(tmp_path, "raises", 3_500_000)
+    assert done.code == alone.code == 1
+    assert alone.errors in done.errors
+    assert done.record["modules"][0]["plans"]

@@ -157,9 +157,9 @@ def test_another_plan_takes_the_place_of_the_first() -> None:
 def test_misuse_is_refused() -> None:
     model, x = Net(), torch.randn(3, 4)
     planned = fitted(model, x)
-    for wrong in (lambda: stowplan.install(model, planned), lambda: stowplan.install(planned, Net())):
+    for one, other in ((model, planned), (planned, Net())):
         with pytest.raises(BadUse, match="install"):
-            wrong()
+            stowplan.install(one, other)
     installed = stowplan.install(planned, model)
     with pytest.raises(BadUse, match="has a plan in place"):
         fitted(model, x)

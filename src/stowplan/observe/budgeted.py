@@ -43,12 +43,12 @@ from stowplan.run.fitting import FittedModule, Fitting
 from stowplan.run.in_place import Installed, install
 from stowplan.run.instances import instances_of, with_subclasses
 from stowplan.run.step.function import waiting_of
-from stowplan.torch_private import FakeTensor, gradient_of, pytree
+from stowplan.torch_private import FakeTensor, gradient_of, pytree, running_backward
 from stowplan.units import format_bytes, format_seconds
 
 _MEASURED = 3  # steps of each optimizer in which ops are followed
 _MOST_MEASURED = 24  # steps of all of them
-_MOST_REFUSED = 3  # calls of a module that are no program of a plan; then it is left alone
+_MOST_REFUSED = 3  # times that a module is refused another plan; then it is left as it is
 _LOSS_BYTES = 2  # times the output, that a loss outside is taken to need until it was measured
 
 
@@ -74,9 +74,18 @@ class TrainedModule:
     asked_bytes: int = 0  # what it was last planned within
     refused_bytes: int = 0  # and the most that was too small
     waits: int = 0
-    refused_calls: int = 0
+    refusals: int = 0
     is_left: bool = False  # to run as it is
     is_opened: bool = False  # the modules inside are looked at instead
+
+
+class _NothingLeft(BudgetTooSmall):
+    """What there is without activations takes the whole budget, or more."""
+
+    def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
+        super().__init__(
+            "nothing is left", allowed_bytes=budget_bytes, minimum_bytes=needed_bytes, binding=()
+        )
 
 
 @dataclass(slots=True)
@@ -107,6 +116,7 @@ class BudgetedScript:
         self._outside_bytes = 0  # of the peaks so far, beyond what was counted
         self._most = 0  # since the last step of an optimizer
         self._step_depth = 0
+        self._is_planning = False  # before a call; a call that is unlike the first is planned within
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._to_come: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._hooks: list[Any] = []
@@ -168,7 +178,11 @@ class BudgetedScript:
         self._let_go_of_hooks()
         if self._bytes.is_time():
             call = _call_of(module, args, kwargs, device)
-            self._fit_within(known, call, self._allowed(known, call))
+            self._is_planning = True
+            try:
+                self._fit_within(known, call, self._allowed(known, call))
+            finally:
+                self._is_planning = False
         return not known.is_opened
 
     def _name_of(self, module: nn.Module) -> str:
@@ -223,7 +237,7 @@ class BudgetedScript:
             if all(planned.taken_bytes <= allowed for planned in fitting.planned):
                 fitting.planner.allowed_bytes = min(fitting.planner.allowed_bytes, max(allowed, 0))
                 return
-            if allowed <= known.refused_bytes:
+            if allowed <= known.refused_bytes or known.refusals >= _MOST_REFUSED:
                 return
         fault = self._plan(known, call, allowed)
         if fault is None:
@@ -274,7 +288,7 @@ class BudgetedScript:
         known.asked_bytes = allowed
         try:
             if allowed <= 0:
-                raise _nothing_left(known, call, budget)
+                raise _NothingLeft(known.figures.beside_bytes + call.own_bytes, budget)
             fitted = fit(
                 call.module,
                 call.args,
@@ -323,16 +337,17 @@ class BudgetedScript:
         if known.installed is None:
             known.is_left = True
             then = "runs as it is"
-        elif is_small:
+        elif is_small and self._is_planning:
+            known.refusals += 1
             then = "keeps its plan"
         else:
-            known.refused_calls += 1
+            known.refusals += 1
             then = "runs this call as it is"
-            if known.refused_calls >= _MOST_REFUSED:
+            if running_backward() >= 0 or (known.refusals >= _MOST_REFUSED and not is_small):
                 known.installed.remove()
                 known.installed, known.is_left = None, True
                 then = "runs as it is from now on"
-        why = self._reason(fault)
+        why = self._reason(fault, is_training=known.installed is not None)
         if why not in known.figures.refusals:
             known.figures.refusals.append(why)
         self._say(f"{known.figures.name} {then}: {why}")
@@ -340,7 +355,7 @@ class BudgetedScript:
             self._say("--strict ends the run here")
             raise SystemExit(1)
 
-    def _reason(self, fault: Exception) -> str:
+    def _reason(self, fault: Exception, *, is_training: bool) -> str:
         """In one line."""
         budget = format_bytes(self._run.budget_bytes)
         if isinstance(fault, PlanTooSlow):
@@ -349,11 +364,15 @@ class BudgetedScript:
                 f" {format_bytes(fault.minimum_bytes)} is the smallest known budget with one of at most"
                 f" {fault.slowest:g} times; --allow {','.join(TECHNIQUES)} takes the slow one"
             )
-        if isinstance(fault, BudgetTooSmall):
+        if isinstance(fault, _NothingLeft):
             return (
-                f"{budget} is too small, and {format_bytes(fault.minimum_bytes)}"
-                f" ({fault.minimum_bytes:,} bytes) is the smallest budget found"
+                f"{budget} is too small: parameters, gradients, optimizer state and all else that is alive"
+                f" beside activations take {format_bytes(fault.minimum_bytes)}"
             )
+        if isinstance(fault, BudgetTooSmall):
+            least = fault.known_minimum_bytes if is_training else fault.minimum_bytes  # which may search
+            smallest = f", and {format_bytes(least)} ({least:,} bytes) is the smallest found" if least else ""
+            return f"{budget} is too small{smallest}"
         first = str(fault).partition("\n")[0]
         return first if isinstance(fault, StowplanError) else f"{type(fault).__name__}: {first}"
 
@@ -414,17 +433,6 @@ def _call_of(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, o
     inputs = min(inputs, sum(storage.nbytes() for storage in storages.values()))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return _Call(module, args, kwargs, bytes_of(held, device) + inputs, sum(p.nbytes for p in trained))
-
-
-def _nothing_left(known: TrainedModule, call: _Call, budget: int) -> BudgetTooSmall:
-    least = known.figures.beside_bytes + call.own_bytes
-    return BudgetTooSmall(
-        f"{known.figures.beside_bytes:,} bytes are alive or to come beside the step, which itself has"
-        f" {call.own_bytes:,} bytes of parameters, inputs and gradients",
-        allowed_bytes=budget,
-        minimum_bytes=least,
-        binding=(),
-    )
 
 
 def _is_around_one(module: nn.Module) -> bool:

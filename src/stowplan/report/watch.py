@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stowplan.observe.record import CodePlace, PeakShare, Remedy, WatchRecord
+from stowplan.observe.record import CodePlace, PeakShare, Remedy, RunRecord, WatchRecord
 from stowplan.report.terminal import Bar, blocks_of, print_section, print_trimmed
 from stowplan.units import format_bytes
 
@@ -19,8 +19,8 @@ _LINES = 8  # of what holds the peak
 _SEGMENTS = 6  # that are shown where no period was found
 
 
-def records_json(records: Sequence[WatchRecord]) -> str:
-    """All that was seen, for programs: one entry for each process."""
+def records_json(records: Sequence[WatchRecord] | Sequence[RunRecord]) -> str:
+    """All that was written, for programs: one entry for each process."""
     return json.dumps({"processes": [asdict(record) for record in records]}, indent=2)
 
 

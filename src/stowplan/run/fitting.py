@@ -638,7 +638,7 @@ class Fitting:
         """How this step is run if second derivatives are asked for."""
         from stowplan.run.second_derivatives import Differentiable, drawing_devices, second_bytes
 
-        of = ref(model)
+        of, needed_bytes = ref(model), second_bytes(planned.step.captured)
 
         def living() -> nn.Module:
             found = of()
@@ -648,6 +648,15 @@ class Fitting:
         def seen() -> None:
             self.twice = [*(each for each in self.twice if each is not planned), planned]
             name = model_class(living()).__name__
+            if self.otherwise is not None:
+                self.otherwise(
+                    BadUse(
+                        "create_graph=True asks for second derivatives, and a plan has none; without a plan"
+                        f" they take up to {format_bytes(needed_bytes)}. Where this first loss also uses the"
+                        " results themselves, its gradients are eager's within rounding"
+                    )
+                )
+                return
             self.planner.say_once(
                 f"create_graph=True asks for second derivatives of {name}, and a plan has none: calls like"
                 " this one run the model as it is from now on, which fits the budget. Where this first loss"
@@ -658,8 +667,8 @@ class Fitting:
             planned.step.captured,
             of,
             planned.kind.casts,
-            self.allowed_bytes,
-            second_bytes(planned.step.captured),
+            self.allowed_bytes if self.otherwise is None else max(self.allowed_bytes, needed_bytes),
+            needed_bytes,
             drawing_devices(planned.step.captured),
             lambda args, kwargs: self.as_it_is(living(), args, kwargs),
             lambda leaves: self._is_program_of(planned, living(), list(leaves)),

@@ -32,10 +32,10 @@ class _InPlace(FittedModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """That of the model's own class. `pickle` takes `__newobj__` only for an object's present class."""
-        made, arguments, *rest = _as_before(self).__reduce_ex__(protocol)
-        if made is getattr(copyreg, "__newobj__"):  # noqa: B009 -- the stubs do not have it
-            return getattr(copyreg, "_reconstructor"), (*arguments, object, None), *rest  # noqa: B009
-        return made, arguments, *rest
+        how: Any = _as_before(self).__reduce_ex__(protocol)
+        if how[0] is not getattr(copyreg, "__newobj__"):  # noqa: B009 -- the stubs do not have it
+            return how
+        return getattr(copyreg, "_reconstructor"), (*how[1], object, None), *how[2:]  # noqa: B009
 
 
 @dataclass(slots=True, weakref_slot=True)
