@@ -23,6 +23,7 @@ import stowplan
 from stowplan import Search
 from stowplan.errors import CaptureError
 from tests.support.equality import copied, equal
+from tests.support.packed import Packed
 
 PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
 ROW = re.compile(
@@ -35,6 +36,7 @@ def forward(self, x, y, seen=None):
     h = self.net(x) + SHIFT
     {line}
     h = h + torch.mm(self.adjacency, self.mean[:, None])[:, 0]
+    h = h + (torch.ones(1, 16) @ self.packed)[0, :3]
     scale = SCALE * self.beta * sum(self.config.sizes) * getattr(self, "extra", 1.0)
     scale *= self.places()
     return scale * F.cross_entropy(h.float(), y, weight=self.weights)
@@ -83,6 +85,7 @@ class Program(nn.Module):
         self.twin = nn.Linear(16, 3).requires_grad_(False)
         self.register_buffer("mean", torch.ones(3))
         self.register_buffer("adjacency", torch.eye(3).to_sparse())
+        self.register_buffer("packed", Packed.of(torch.eye(16)))
         self.register_buffer("calls", torch.tensor(0))
         exec(FORWARD.format(line=line), scope)  # noqa: S102 -- the page's own lines
 

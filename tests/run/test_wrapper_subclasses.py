@@ -40,7 +40,7 @@ def fitted_of(model: nn.Module, *args: Any, budget: int | str = "1GiB", **option
 
 def smallest_of(model: nn.Module, *args: Any, **options: Any) -> int:
     with pytest.raises(stowplan.BudgetTooSmall) as refusal:
-        fitted_of(deepcopy(model), *args, budget=1, **options)
+        fitted_of(model, *args, budget=1, **options)
     return refusal.value.minimum_bytes
 
 
@@ -60,6 +60,7 @@ def test_packed_weights_have_eagers_bits_and_keep_their_class() -> None:
     assert same(model, again, X)
 
 
+@pytest.mark.slow
 def test_a_plan_frees_what_is_unpacked() -> None:
     packed, plain = AdaptedNet(layers=6), AdaptedNet(layers=6, kind=None)
     smallest = smallest_of(packed, X)
@@ -213,6 +214,96 @@ def test_forward_may_write_into_it() -> None:
         for one, other in zip(model.parameters(), fitted.parameters(), strict=True):
             if isinstance(one, Packed):
                 assert torch.equal(one.numbers, other.numbers)
+
+
+@pytest.mark.slow
+def test_tiles_read_it_whole() -> None:
+    x = torch.randn(2048, SIZE)
+    smallest = smallest_of(AdaptedNet(layers=2), x)
+    fitted = fitted_of(AdaptedNet(layers=2), x, budget=int(0.7 * smallest), allow=("recompute", "tile"))
+    assert stowplan.plans_of(fitted)[0].tile_maps
+    torch.testing.assert_close(outcome(fitted, x), outcome(AdaptedNet(layers=2), x))
+
+
+@pytest.mark.slow
+def test_adapters_are_updated_in_backward() -> None:
+    model, planned = AdaptedNet(), AdaptedNet()
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad]) for m in (model, planned)]
+    fitted = fitted_of(planned, X, optimizer=optimizers[1])
+    for _ in range(3):
+        for each, optimizer in zip((model, fitted), optimizers, strict=True):
+            each(X).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(model.parameters(), fitted.parameters(), strict=True):
+        assert torch.equal(*(p.unpacked() if isinstance(p, Packed) else p for p in (one, other)))
+
+
+def test_it_is_not_divided_over_a_mesh() -> None:
+    with pytest.raises(BadUse, match=r"layers.0.base.weight is a Packed, and workers"):
+        stowplan.fit(AdaptedNet(), (X,), budget="1GiB", mesh="data=1")
+
+
+class Scales:
+    """What a package keeps beside the numbers of a weight."""
+
+    def __init__(self, scales: Tensor, group: int, more: object = None) -> None:
+        self.scales, self.group, self.more = scales, group, more
+
+
+class Attached(nn.Parameter):
+    """A parameter with numbers of eight bits, whose scales are in an attribute."""
+
+    state: Scales
+
+    @staticmethod
+    def of(weight: Tensor, more: object = None) -> "Attached":
+        packed = Packed.of(weight)
+        made: Any = torch.Tensor._make_subclass(Attached, packed.numbers, False)  # type: ignore[attr-defined]
+        made.state = Scales(packed.scales, 16, more)
+        return made  # type: ignore[no-any-return]
+
+
+class AttachedNet(AdaptedNet):
+    def __init__(self, more: object = None) -> None:
+        super().__init__(kind=None)
+        for layer in self.layers:
+            base: Any = layer.base
+            base.weight = Attached.of(base.weight, more)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            part: Any = layer
+            assert isinstance(part.base.weight, Attached)
+            state = part.base.weight.state
+            weight = (part.base.weight.view(-1, state.group) * state.scales).view(SIZE, SIZE)
+            x = nn.functional.gelu(x @ weight.t() + part.up(part.down(x)))
+        return x.square().mean()
+
+
+def test_a_parameter_with_tensors_in_attributes() -> None:
+    model: Any = AttachedNet()
+    smallest = smallest_of(AttachedNet(), X)
+    fitted: Any = fitted_of(AttachedNet(), X, budget=2 * smallest)
+    assert same(model, fitted, X)
+    assert stowplan.plans_of(fitted)[0].exactness == "bitwise"
+    for each in (model, fitted):
+        each.layers[0].base.weight.state.scales.mul_(2)
+        each.layers[1].base.weight.state.scales = each.layers[0].base.weight.state.scales * 3
+        each.layers[2].base.weight = Attached.of(torch.eye(SIZE))
+    assert same(model, fitted, X)
+    assert len(stowplan.plans_of(fitted)) == 1
+    for each in (model, fitted):
+        state = each.layers[1].base.weight.state
+        state.group, state.scales = 32, state.scales[::2].clone()
+    assert same(model, fitted, X)
+    assert len(stowplan.plans_of(fitted)) == 2
+
+
+@pytest.mark.parametrize(("more", "words"), [([torch.ones(1)], "in lists or dicts"), (iter(()), "compared")])
+def test_attributes_that_cannot_be_opened_are_refused_by_name(more: object, words: str) -> None:
+    with pytest.raises(BadUse, match=rf"layers.0.base.weight is a Attached .*{words}"):
+        fitted_of(AttachedNet(more), X)
 
 
 class CountsInClass(Packed):

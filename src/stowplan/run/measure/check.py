@@ -72,7 +72,7 @@ class _Side:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that both sides must agree on after a step."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in opened_by_name(dict(self.model.named_parameters())).items():
             yield name, parameter.detach()
             if parameter.grad is not None:
                 yield f"{name}.grad", parameter.grad

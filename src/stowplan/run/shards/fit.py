@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from stowplan.capture import capture
+from stowplan.capture.composite import has_attachments, is_wrapper
 from stowplan.errors import BadUse
 from stowplan.plan.plan import Plan
 from stowplan.request import Request
@@ -40,6 +41,7 @@ def fit_on_mesh(
     request: Request,
 ) -> Model:
     """`model`, planned for this process's part in its step over a mesh, within a budget of its own."""
+    _refuse_opened(model)
     fitted: Model = seen_as(fitted_class(type(model), _FittedOnMesh), model)
     dependencies = _dependencies(model, args, kwargs)
     iteration = _running(request)
@@ -60,6 +62,15 @@ def fit_on_mesh(
         fitted.__dict__["_fitting"].dependencies = replace(dependencies, facts=facts)
         model.register_forward_pre_hook(partial(_refuse_shards, found.sharded.parameters))
     return fitted
+
+
+def _refuse_opened(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_wrapper(type(tensor)) or has_attachments(type(tensor)):
+            raise BadUse(
+                f"{name} is a {type(tensor).__name__}, and workers of a mesh divide plain tensors alone: call"
+                " fit without mesh= in each worker, and wrap what it returns in DistributedDataParallel"
+            )
 
 
 def _running(request: Request) -> "RunningIteration | None":

@@ -315,7 +315,7 @@ def refuse_untileable(subject: Subject) -> None:
 def _has_foreign_parameters(subject: Subject) -> bool:
     """Whether a loss brings tensors of its own, which the model as captured once more does not have."""
     program, model = subject.captured.program, subject.model
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    known |= opened_by_name(dict(model.named_buffers(remove_duplicate=False))).keys()
+    held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    known = opened_by_name(dict(held)).keys()
     named = (*program.parameters.values(), *program.buffers.values())
     return any(names[0] not in known for names in named)
