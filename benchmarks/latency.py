@@ -28,10 +28,16 @@ from torch import nn
 
 import stowplan
 from benchmarks.results import ROOT, Study
-from stowplan import Execution
+from stowplan import Execution, Search
+from stowplan.demo import gpt
 from tests.support.nets import NETS, Example
 
 _GPT2_PEAK = 1_601_733_640  # bytes, of GPT-2 small in eager
+_GPT6_PEAK = 121_140_296  # of the GPT of `stowplan.demo`
+_FORMER_TIMES = {
+    f"time at {gibibytes} GiB": time
+    for gibibytes, time in {2.6: 1.2071, 3.05: 1.0997, 3.5: 1.0527, 4.0: 1.0337, 5.6: 1.0004}.items()
+}
 _COSTLIEST = 30  # ops of a network whose prices are compared
 _BUSY = 2  # processes beside the probe
 _BUSY_CODE = "import torch; torch.set_num_threads(1); a = torch.rand(700, 700)\nwhile True: (a @ a).sum()"
@@ -49,6 +55,42 @@ def budgets() -> Figures:
     first = _seconds(lambda: stowplan.fit(*example, budget=_GPT2_PEAK * 8 // 10))
     second = _seconds(lambda: stowplan.fit(*example, budget=_GPT2_PEAK * 78 // 100))
     return {"first seconds": first, "second seconds": second}
+
+
+def document() -> Figures:
+    """`stowplan plan` on the U-Net document at each of five budgets, with the import of the solver."""
+    from stowplan.api import plan_for
+
+    figures: Figures = {}
+    for gibibytes in (2.6, 3.05, 3.5, 4.0, 5.6):
+        begun = process_time()
+        plan = plan_for(ROOT / "examples/data/unet_step.txt", int(gibibytes * 2**30), saved="retain")
+        figures[f"seconds at {gibibytes} GiB"] = process_time() - begun
+        figures[f"time at {gibibytes} GiB"] = plan.time_ratio
+    return figures
+
+
+def six_layers() -> Figures:
+    """A GPT of six layers at half of its memory: `fit` with a first plan, and the plan that is waited for."""
+    return _soon_and_later(*gpt(), _GPT6_PEAK // 2)
+
+
+def soon() -> Figures:
+    """GPT-2 small at 0.8 of its peak, in the same two ways."""
+    example = _built("hf_gpt2")
+    return _soon_and_later(example.model, example.args, _GPT2_PEAK * 8 // 10)
+
+
+def _soon_and_later(model: nn.Module, args: tuple[object, ...], budget: int) -> Figures:
+    fit = partial(stowplan.fit, model, args, budget=budget)
+    begun = process_time()
+    first = stowplan.plans_of(fit(search=Search(wait=False)))[0]
+    took = process_time() - begun
+    best = stowplan.plans_of(fit())[0]
+    return {"seconds": took, "seconds, waited for": process_time() - begun - took} | {
+        "time of the first plan": first.time_ratio,
+        "time of the best": best.time_ratio,
+    }
 
 
 def hopeless() -> Figures:
@@ -185,9 +227,17 @@ CASES: Mapping[str, Case] = {
         {"first seconds": 18, "second seconds": 9},
         {"first seconds": 8, "second seconds": 2},
     ),
+    "document": Case(
+        document,
+        {f"seconds at {gibibytes} GiB": 11.5 for gibibytes in (2.6, 3.05, 3.5, 4.0)} | _FORMER_TIMES,
+        {f"seconds at {gibibytes} GiB": 1.0 for gibibytes in (2.6, 3.05, 3.5, 4.0, 5.6)}
+        | {"time at 2.6 GiB": 1.1782},
+    ),
+    "six_layers": Case(six_layers, {"seconds": "39, busy"}, {"seconds": 1.5}),
+    "soon": Case(soon, {"seconds": 7}, {"seconds": 2.5}),
     "hopeless": Case(hopeless, {"seconds": 91}, {"seconds": 3}),
     # Many shapes of one program.
-    "length": Case(length, {"seconds": "19 to 25"}, {"seconds": 0.5}),
+    "length": Case(length, {"seconds": "19 to 25"}, {"seconds": 0.15}),
     "last_batch": Case(last_batch, {"seconds": 19.7}, {"seconds": 0.3}),
     # Large steps.
     "unet": Case(unet, {"seconds": "54 to 117"}, {"seconds": 15}),
