@@ -46,6 +46,10 @@ test-device: ## the tests on the stand-in accelerator, with 2,000 iterations of 
 hollow-card: ## the tests on PyTorch's CUDA build without a card; makes its environment once, 555 MB; needs g++
 	$(PYTHON) -m tests.hollow_card $(TESTS)
 
+.PHONY: accuracy
+accuracy: ## docs/accuracy.md: what is projected for cards, held to PyTorch's own requests; goes on with docs/accuracy.jsonl
+	$(PYTHON) -m tests.hollow_card.accuracy
+
 .PHONY: terminals
 terminals: ## every command and a slow fit in terminals, wide and narrow, in pipes, logs and notebooks
 	TERMINALS=whole $(PYTHON) -m pytest tests/test_terminals.py

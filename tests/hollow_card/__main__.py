@@ -22,7 +22,7 @@ CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 TORCH = "torch==2.14.1"  # the registry has it built for CUDA
 _TORCH_NEEDS = ("typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "filelock", "setuptools")
 _STOWPLAN_NEEDS = ("numpy", "scipy", "msgspec", "rich")
-_TESTS_NEED = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+_TESTS_NEED = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers")
 _BUILD_NEEDS = ("hatchling", "editables")
 _ON_OTHERS = [str(HERE / name) for name in ("test_projection.py", "test_card.py")]
 _SETTINGS = "PYTORCH_ALLOC_CONF"
@@ -44,6 +44,15 @@ def environment() -> Path:
     return python
 
 
+def libraries_for(python: Path) -> Path:
+    """The folder of the libraries for the PyTorch of an interpreter."""
+    command = "from tests.hollow_card import built, installed_torch; print(built(installed_torch()))"
+    told = subprocess.run(
+        [str(python), "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return Path(told.stdout.strip())
+
+
 def runs(arguments: Sequence[str]) -> Iterator[tuple[Card, str, Sequence[str]]]:
     """Cards, settings of PyTorch's allocator, and what pytest is given."""
     if arguments:
@@ -60,10 +69,7 @@ def main(arguments: list[str]) -> int:
     """The first exit code of pytest that is not 0, or 2 with a sentence where nothing can be built."""
     try:
         python = environment()
-        command = "from tests.hollow_card import built, installed_torch; print(built(installed_torch()))"
-        made = [str(python), "-c", command]
-        told = subprocess.run(made, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        libraries = Path(told.stdout.strip())
+        libraries = libraries_for(python)
         for card, settings, given in runs(arguments):
             print(f"== capability {card.capability} {settings}", flush=True)
             around = {**os.environ, **({_SETTINGS: settings} if settings else {})}

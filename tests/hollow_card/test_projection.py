@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stowplan.capture import capture
-from stowplan.ops.cuda_workspace import Chip, cuda_workspace_of
+from stowplan.ops.cuda_workspace import Chip, cuda_workspace_of, peak_of
 from stowplan.ops.table import site_of
 from stowplan.plan.cards import Card, card_named
 from stowplan.run.project import project_step
@@ -79,7 +79,7 @@ def workspace(model: nn.Module, args: tuple[Tensor, ...], op_type: str) -> int:
     """Of the only op of a type in a step, by its rule."""
     graph = capture(model, args, all_outputs=True).graph
     (op,) = (op for op in graph.ops if op.type.startswith(op_type))
-    return cuda_workspace_of(site_of(graph, op))(CHIP)
+    return peak_of(cuda_workspace_of(site_of(graph, op))(CHIP))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -130,6 +130,8 @@ class CudaCalls(TorchFunctionMode):
     def _accepts(self, name: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         if any(t.ndim != 4 or t.stride(-1) != 1 or 0 in t.shape for t in (query, key, value)):
             return False
+        if mask is not None and mask.stride(-1) != 1:
+            return False
         features, half = query.shape[-1], query.dtype in _HALF
         if name == "flash":
             same = features == value.shape[-1] <= _MOST_FLASH_FEATURES

@@ -17,7 +17,7 @@ from stowplan.errors import BadInput, BadUse, nearest
 from stowplan.formats.checked import bad_input_of
 from stowplan.ir import DType, Graph, Op
 from stowplan.ops.cublas import cublas_workspaces
-from stowplan.ops.cuda_workspace import Chip, cuda_workspace_of
+from stowplan.ops.cuda_workspace import Chip, Workspace, cuda_workspace_of, peak_of
 from stowplan.ops.table import site_of
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.pricing import Basis, Pricing, Tier
@@ -219,6 +219,13 @@ def workspace_on(graph: Graph, card: Card) -> dict[str, int]:
     """Bytes by op id, from the table of the card's kind: an estimate."""
     if card.kind == "cpu":
         return estimated_workspaces(graph)
+    return {
+        op: size for op, requests in workspace_requests_on(graph, card).items() if (size := peak_of(requests))
+    }
+
+
+def workspace_requests_on(graph: Graph, card: Card) -> dict[str, Workspace]:
+    """What the kernels of each op ask a CUDA device for, in their order."""
     if not card.is_cuda:
         return {}
-    return {op.id: size for op in graph.ops if (size := cuda_workspace_of(site_of(graph, op))(card.chip))}
+    return {op.id: cuda_workspace_of(site_of(graph, op))(card.chip) for op in graph.ops}

@@ -25,7 +25,15 @@ from stowplan.ir import DType, Graph, Op, Tensor
 from stowplan.ops.effects import UPDATE
 from stowplan.plan.allocator.projection import HeapProjection, plan_for_device, project_unplanned
 from stowplan.plan.allocator.settings import AllocatorSettings
-from stowplan.plan.cards import Card, PeakDifference, PeakOnCard, card_named, price_on_card, workspace_on
+from stowplan.plan.cards import (
+    Card,
+    PeakDifference,
+    PeakOnCard,
+    card_named,
+    price_on_card,
+    workspace_on,
+    workspace_requests_on,
+)
 from stowplan.plan.draft import AgainstEager, Draft, Verdict
 from stowplan.plan.options import (
     DEFAULT_OPTIONS,
@@ -213,7 +221,7 @@ class ProjectedStep:
         """What eager takes from a CUDA device: its storages from op to op, through the allocator."""
         if not self.card.is_cuda:
             return None
-        workspaces = workspace_on(self.graph, self.card)
+        workspaces = workspace_requests_on(self.graph, self.card)
         requests = requests_of_eager(self.captured, workspaces, self.lasting_bytes)
         return project_unplanned(requests, settings or AllocatorSettings())
 

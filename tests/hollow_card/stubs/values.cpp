@@ -4,7 +4,8 @@
 // kernel of the same op runs on CPU tensors in the same memory, and writes what the launches would have written.
 // The generator of the card moves on as it would; a CPU kernel draws from a generator seeded by its (seed, offset).
 //
-// So values are the CPU's: they show what PyTorch and stowplan do with them, and no rounding of a GPU.
+// So values are the CPU's: they show what PyTorch and stowplan do with them, and no rounding of a GPU. With
+// HOLLOW_UNTOUCHED, only ops whose tensors are all smaller have values: those that a script's branches depend on.
 
 #include <functional>
 #include <set>
@@ -17,6 +18,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
+
+#include "card.h"
 
 using at::Tensor;
 using c10::Dispatcher;
@@ -69,6 +72,24 @@ Tensor tensor_in(const IValue &value) { return value.isTensor() ? on_cpu(value.t
 std::optional<Tensor> optional_in(const IValue &value) {
     Tensor found = tensor_in(value);
     return found.defined() ? std::make_optional(found) : std::nullopt;
+}
+
+bool is_untouched(const Tensor &tensor) {
+    static const size_t least = size_t(setting("HOLLOW_UNTOUCHED", 0));
+    return least && tensor.defined() && tensor.is_cuda() && tensor.nbytes() >= least;
+}
+
+// Whether one of these tensors is too large to be computed.
+bool is_untouched(const IValue *begin, const IValue *end) {
+    for (const IValue *value = begin; value != end; value++) {
+        if (value->isTensor() && is_untouched(value->toTensor())) return true;
+        if (value->isTensorList()) {
+            for (const Tensor &tensor : value->toTensorVector()) {
+                if (is_untouched(tensor)) return true;
+            }
+        }
+    }
+    return false;
 }
 
 void write(const IValue &result, const Tensor &value) {
@@ -330,7 +351,8 @@ struct Valued : c10::OperatorKernel {
         at::AutoDispatchBelowADInplaceOrView below_autograd;
         at::Generator given;
         int card = card_of(arguments, given);
-        if (card < 0) return own.callBoxed(op, keys, stack);
+        bool is_too_large = !is_sized_by_values && is_untouched(arguments.data(), arguments.data() + arguments.size());
+        if (card < 0 || is_too_large) return own.callBoxed(op, keys, stack);
         Draw draw;
         if (is_random) draw = draw_of(given.defined() && given.device().is_cuda() ? given : of_card(card));
         if (is_sized_by_values) {
@@ -347,6 +369,7 @@ struct Valued : c10::OperatorKernel {
         }
         size_t first = stack->size() - op.schema().returns().size();
         Values results(stack->begin() + first, stack->end());
+        if (is_untouched(results.data(), results.data() + results.size())) return;
         if (rule) {
             Within within;
             rule(arguments, results, draw);

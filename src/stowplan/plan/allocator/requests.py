@@ -5,7 +5,7 @@ One stream: the copy streams of a tier use blocks of the main stream, which wait
 others, such as gradients, is freed before the next iteration, as `zero_grad(set_to_none=True)` does.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -60,26 +60,46 @@ class RequestLifetime(NamedTuple):
     is_there: bool = False
 
 
-def requests_of_lifetimes(lifetimes: Iterable[RequestLifetime], workspace_bytes: Sequence[int]) -> Requests:
-    """What a step without a plan allocates; `workspace_bytes` is that of each event's kernels."""
+def requests_of_lifetimes(
+    lifetimes: Iterable[RequestLifetime], workspaces: Sequence[Sequence[int]]
+) -> Requests:
+    """What a step without a plan allocates.
+
+    `workspaces` are what the kernels of each event ask for, in order: `n` allocates, `-n` frees a block of
+    n bytes, and what is left is freed with the event.
+    """
     before, begun, ended = (
         list[MemoryRequest](),
         dict[int, list[MemoryRequest]](),
         dict[int, list[MemoryRequest]](),
     )
-    for block, life in enumerate(lifetimes, start=1):  # block 0 is the workspace
+    most = max(map(len, workspaces), default=0)  # blocks from 0 on are workspace
+    for block, life in enumerate(lifetimes, start=most):
         if life.nbytes and life.is_there:
             before.append(MemoryRequest(block, life.nbytes))
         elif life.nbytes:
             begun.setdefault(life.first, []).append(MemoryRequest(block, life.nbytes))
             ended.setdefault(life.last, []).append(MemoryRequest(block, 0))
     iteration, runs = list[MemoryRequest](), list[int]()
-    for event, workspace in enumerate(workspace_bytes):
+    for event, workspace in enumerate(workspaces):
         runs.append(len(iteration))
         iteration += begun.get(event, ())
-        iteration += (MemoryRequest(0, workspace), MemoryRequest(0, 0)) if workspace else ()
+        iteration += _requests_of_workspace(workspace)
         iteration += ended.get(event, ())
     return Requests(tuple(before), tuple(iteration), tuple(runs))
+
+
+def _requests_of_workspace(workspace: Sequence[int]) -> Iterator[MemoryRequest]:
+    alive = dict[int, int]()  # bytes by block
+    for block, nbytes in enumerate(workspace):
+        if nbytes > 0:
+            alive[block] = nbytes
+            yield MemoryRequest(block, nbytes)
+        else:
+            freed = next(each for each in reversed(alive) if alive[each] == -nbytes)
+            del alive[freed]
+            yield MemoryRequest(freed, 0)
+    yield from (MemoryRequest(block, 0) for block in alive)
 
 
 def pools_at_most(requests: Requests, settings: AllocatorSettings) -> int:
