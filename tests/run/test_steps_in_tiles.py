@@ -1,5 +1,7 @@
 """A training step with sweeps in it trains as eager does, and holds nothing of what is inside them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,7 +65,7 @@ def test_results_are_detached_in_tiles_as_in_eager() -> None:
             return h.square().mean(), h, h.detach(), h.detach().amax((2, 3))
 
     model, x = Net(), torch.randn(2, 3, 12, 12)
-    results = step_in_tiles(model, (x,), ("convolution", "convolution_1", (1, 1, 2, 2)))(x)
+    results: Any = step_in_tiles(model, (x,), ("convolution", "convolution_1", (1, 1, 2, 2)))(x)
     assert [each.requires_grad for each in results] == [each.requires_grad for each in model(x)]
 
 
