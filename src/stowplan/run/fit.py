@@ -8,6 +8,7 @@ The budget "auto" is the device's free bytes less a margin, plus the bytes of th
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
 from os import PathLike
@@ -213,9 +214,9 @@ def _fitted(model: Model, args: tuple[object, ...], kwargs: dict[str, object], r
     fitted.__dict__["_fitting"] = fitting
     if iteration is not None:
         iteration.belongs_to(fitted)
-    switch_checkpointing_off(model)
-    leave_checkpointing_off(fitted)
-    with torch.enable_grad():
+    with ExitStack() as refused, torch.enable_grad():
+        refused.callback(switch_checkpointing_off(model))
+        leave_checkpointing_off(fitted)
         if request.shapes.ranges is not None:
             fitting.declare(fitted, args, kwargs, request.shapes.ranges)
         if fitting.step_for(fitted, *arguments_of_forward(model, args, kwargs)) is None:
@@ -223,6 +224,7 @@ def _fitted(model: Model, args: tuple[object, ...], kwargs: dict[str, object], r
                 "nothing wants a gradient: no parameter and no argument has requires_grad, so there is no"
                 " training step to plan"
             )
+        refused.pop_all()
     if kept > reserved:
         costs = any(made.time_ratio > 1 for made in fitting.plans)
         _LOGGER.log(
