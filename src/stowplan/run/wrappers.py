@@ -108,7 +108,10 @@ def switch_checkpointing_off(model: nn.Module) -> Callable[[], None]:
         return lambda: None
     has_hook = hasattr(model, "_require_grads_hook")
     flags = [
-        (module, {key: vars(module)[key] for key in vars(module) if name in key})
+        (
+            module,
+            {key: vars(module)[key] for key in vars(module) if any(each in key for each in _CHECKPOINTING)},
+        )
         for module in model.modules()
     ]
     tell_of_checkpoints()
