@@ -118,6 +118,18 @@ def test_gradient_checkpointing_is_switched_off_and_new_shapes_are_planned(first
         assert_same(gradients(planned, batch(length)), gradients(model, batch(length)))
 
 
+def test_a_refused_model_keeps_its_checkpoints() -> None:
+    model = llama()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    flags = [vars(module).get("gradient_checkpointing") for module in model.modules()]
+    with pytest.raises(stowplan.BudgetTooSmall):
+        stowplan.fit(model, (), batch(), budget=1000)
+    assert model.is_gradient_checkpointing
+    assert [vars(module).get("gradient_checkpointing") for module in model.modules()] == flags
+    assert hasattr(model, "_require_grads_hook")
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_trainer_takes_a_fitted_model(
     tmp_path: Path, checkpointing: bool, caplog: pytest.LogCaptureFixture

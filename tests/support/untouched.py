@@ -304,10 +304,11 @@ def audit() -> None:
             declared.written.update((id(owner), key) for owner, key in owners)
         repeat(self, instead)
 
-    def told_switch_off(model: nn.Module) -> None:
+    def told_switch_off(model: nn.Module) -> Callable[[], None]:
         if (declared := getattr(_active, "declared", None)) is not None:
             declared.checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-        switch_off(model)
+        undo: Callable[[], None] = switch_off(model)
+        return undo
 
     patch = pytest.MonkeyPatch()  # for good
     patch.setattr(call_planner.CallPlanner, "plan", plan_of_call)

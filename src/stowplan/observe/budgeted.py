@@ -10,8 +10,8 @@ The budget B is for all tensors on the device of the modules. A module m is plan
 
 Several modules share what is left of B by what each takes in eager, times its forwards that were seen to wait
 for their backward at once. All this is read before each of the first calls, and later at most 1 % of the
-time; a plan that no longer fits is made again. What is refused runs as it is or, with `strict`, ends the run
-before that call.
+time; a plan that no longer fits gives way to another. What is refused runs as it is or, with `strict`, ends
+the run before that call.
 """
 
 import atexit
@@ -175,7 +175,7 @@ class BudgetedScript:
             self._bytes.follow()
         waiting = len(waiting_of(module).held_bytes()) if known.installed else 0
         known.waits = max(known.waits, waiting)
-        self._let_go_of_hooks()
+        self._remove_hooks()
         if self._bytes.is_time():
             call = _call_of(module, args, kwargs, device)
             self._is_planning = True
@@ -221,7 +221,7 @@ class BudgetedScript:
         others = {id(p): p for each in self._known for p in each.parameters() if id(p) not in own}
         return sum(p.nbytes for p in others.values() if p.requires_grad and gradient_of(p) is None)
 
-    def _let_go_of_hooks(self) -> None:
+    def _remove_hooks(self) -> None:
         """They cannot be taken away within a step."""
         if self._hooks and self._bytes is not None and not self._bytes.is_followed and self._bytes.has_left:
             for hook in self._hooks:

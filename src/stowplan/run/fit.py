@@ -8,6 +8,7 @@ The budget "auto" is the device's free bytes less a margin, plus the bytes of th
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
 from os import PathLike
@@ -214,17 +215,18 @@ def _fitted(model: Model, args: tuple[object, ...], kwargs: dict[str, object], r
     fitted.__dict__["_fitting"] = fitting
     if iteration is not None:
         iteration.belongs_to(fitted)
-    switch_checkpointing_off(model)
-    leave_checkpointing_off(fitted)
     if iteration is not None and not wanted:
         raise BadUse(
             "nothing wants a gradient: no parameter and no argument has requires_grad, so optimizer= has"
             " nothing to update; leave it out to plan forward alone"
         )
-    with torch.set_grad_enabled(wanted or torch.is_grad_enabled()):
+    with ExitStack() as refused, torch.set_grad_enabled(wanted or torch.is_grad_enabled()):
+        refused.callback(switch_checkpointing_off(model))
+        leave_checkpointing_off(fitted)
         if request.shapes.ranges is not None:
             fitting.declare(fitted, args, kwargs, request.shapes.ranges)
         fitting.step_for(fitted, *arguments_of_forward(model, args, kwargs))
+        refused.pop_all()
     if kept > reserved:
         costs = any(made.time_ratio > 1 for made in fitting.plans)
         _LOGGER.log(

@@ -98,15 +98,35 @@ _PLAIN = (Tensor, nn.Parameter)
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
-def switch_checkpointing_off(model: nn.Module) -> None:
-    """Take back what `..._checkpointing_enable` of Hugging Face did: flags, and a hook on the inputs."""
+def switch_checkpointing_off(model: nn.Module) -> Callable[[], None]:
+    """Take back what `..._checkpointing_enable` of Hugging Face did: flags, and a hook on the inputs.
+
+    Returns how to undo that.
+    """
     switched: Any = model
     name = next((name for name in _CHECKPOINTING if hasattr(model, f"is_{name}")), None)
-    if name is not None and getattr(model, f"is_{name}") is True:
-        tell_of_checkpoints()
-        getattr(model, f"{name}_disable")()
-        if hasattr(model, "_require_grads_hook"):
-            switched.disable_input_require_grads()
+    if name is None or getattr(model, f"is_{name}") is not True:
+        return lambda: None
+    has_hook = hasattr(model, "_require_grads_hook")
+    flags = [
+        (
+            module,
+            {key: vars(module)[key] for key in vars(module) if any(each in key for each in _CHECKPOINTING)},
+        )
+        for module in model.modules()
+    ]
+    tell_of_checkpoints()
+    getattr(model, f"{name}_disable")()
+    if has_hook:
+        switched.disable_input_require_grads()
+
+    def undo() -> None:
+        for module, own in flags:
+            vars(module).update(own)
+        if has_hook:
+            switched.enable_input_require_grads()
+
+    return undo
 
 
 def leave_checkpointing_off(fitted: nn.Module) -> None:
