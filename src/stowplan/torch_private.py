@@ -896,7 +896,7 @@ def own_modes_unseen() -> Iterator[None]:
 
 @contextmanager
 def said_to_infer(infers: bool) -> Iterator[None]:
-    """Within, code that asks whether inference mode is on is told this."""
+    """Within, code that asks whether inference mode is on finds this answer."""
     with replaced(torch, "is_inference_mode_enabled", lambda: infers):
         yield
 

@@ -435,7 +435,7 @@ ON_STEPS = (
         "inspect train:step --device torn.toml",
         "inspect train:step --device nothing.toml",
     ),
-    *("inspect train:step --device a100-80gb --measure", "inspect train:frozen"),
+    "inspect train:step --device a100-80gb --measure",
     *(
         f"plan train:step {words}"
         for words in (
@@ -474,7 +474,7 @@ ON_STEPS = (
             ),
         )
     ),
-    "plan train:frozen --budget 1GiB",
+    "plan train:frozen --budget 1KiB",
     *(
         f"check train:step {words}"
         for words in (

@@ -268,8 +268,7 @@ LINES = (
     ),
     *(
         "fit(Net().half())",
-        "fit(Net().requires_grad_(False))",
-        "fit(nn.Identity())",
+        "fit(n := Net().requires_grad_(False), optimizer=torch.optim.SGD(n.parameters(), lr=0.1))",
         "fit(nn.DataParallel(Net()))",
     ),
     *(

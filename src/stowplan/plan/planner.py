@@ -195,10 +195,11 @@ def refuse_hopeless(
     if allowed_bytes >= least:
         return
     advice = _ADVICE
+    there = "parameters, inputs and gradients" if graph.has_backward else "parameters and inputs"
     if 0 < allowed_bytes < 1000:
         advice = f"did you mean {allowed_bytes}GiB?"
     raise BudgetTooSmall(
-        f"{format_bytes(allowed_bytes)} allowed, but parameters, inputs and gradients alone take"
+        f"{format_bytes(allowed_bytes)} allowed, but {there} alone take"
         f" {format_bytes(least)} ({least} bytes); {advice}",
         allowed_bytes=allowed_bytes,
         minimum_bytes=partial(_searched, graph, options, smallest),
