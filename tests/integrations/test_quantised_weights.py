@@ -61,7 +61,7 @@ def by_bitsandbytes(model: nn.Module) -> None:
     modules = pytest.importorskip("bitsandbytes").nn
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if _is_linear(child, name):
+            if isinstance(child, nn.Linear) and _is_linear(child, name):
                 how: dict[str, Any] = {"bias": False, "quant_type": "nf4", "compute_dtype": torch.float32}
                 packed = modules.Linear4bit(child.in_features, child.out_features, **how)
                 packed.load_state_dict({"weight": child.weight.detach()})

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from io import BytesIO
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def smallest_of(model: nn.Module, *args: Any, **options: Any) -> int:
 
 
 def test_packed_weights_have_eagers_bits_and_keep_their_class() -> None:
-    model = AdaptedNet()
+    model: Any = AdaptedNet()
     fitted = fitted_of(deepcopy(model), X)
     assert same(model, fitted, X)
     (plan,) = stowplan.plans_of(fitted)
@@ -82,7 +82,7 @@ def _inside(packed: Packed) -> list[Tensor]:
 
 
 def test_it_is_read_anew() -> None:
-    model = AdaptedNet()
+    model: Any = AdaptedNet()
     fitted = fitted_of(deepcopy(model), X)
     for each in (model, fitted):
         each.layers[0].base.weight.scales.mul_(2)
@@ -99,7 +99,7 @@ def test_it_is_read_anew() -> None:
 
 @pytest.mark.slow
 def test_another_form_is_another_plan() -> None:
-    model = AdaptedNet()
+    model: Any = AdaptedNet()
     fitted = fitted_of(deepcopy(model), X)
     for each in (model, fitted):
         weight = torch.ones(SIZE, SIZE)
@@ -117,7 +117,8 @@ class Listed(Packed):
 
     def unpacked(self) -> Tensor:
         size: Any = self.group
-        return (self.numbers.view(-1, 16) * self.scales * size[0]).view(self.shape)
+        found: Tensor = (self.numbers.view(-1, 16) * self.scales * size[0]).view(self.shape)
+        return found
 
 
 def test_metadata_that_changes_in_place_is_seen() -> None:
@@ -154,7 +155,7 @@ class Twice(Packed):
 
 
 def test_a_wrapper_in_a_wrapper() -> None:
-    model = AdaptedNet(kind=Twice)
+    model: Any = AdaptedNet(kind=Twice)
     fitted = fitted_of(deepcopy(model), X)
     assert same(model, fitted, X)
     for each in (model, fitted):
@@ -202,9 +203,9 @@ def test_buffers_attributes_globals_and_arguments() -> None:
 def test_forward_may_write_into_it() -> None:
     class Swapping(AdaptedNet):
         def forward(self, x: Tensor) -> Tensor:
-            loss = super().forward(x)
+            loss, layers = super().forward(x), cast(Any, self.layers)
             with torch.no_grad():
-                self.layers[0].base.weight.copy_(self.layers[1].base.weight)  # type: ignore[operator, union-attr]
+                layers[0].base.weight.copy_(layers[1].base.weight)
             return loss
 
     model = Swapping()
@@ -259,7 +260,7 @@ class Attached(nn.Parameter):
     @staticmethod
     def of(weight: Tensor, more: object = None) -> "Attached":
         packed = Packed.of(weight)
-        made: Any = torch.Tensor._make_subclass(Attached, packed.numbers, False)  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_subclass(Attached, packed.numbers, False)
         made.state = Scales(packed.scales, 16, more)
         return made  # type: ignore[no-any-return]
 
@@ -326,18 +327,19 @@ CALLS: list[str] = []
 
 class CountsInGlobal(Packed):
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         CALLS.append(str(func))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @pytest.mark.parametrize("kind", [CountsInClass, CountsInObject, CountsInGlobal])
 def test_a_class_that_counts_is_refused(kind: type[Packed]) -> None:
-    model, before = AdaptedNet(kind=kind), len(CALLS)
+    model: Any = AdaptedNet(kind=kind)
+    before = len(CALLS)
     with pytest.raises(CaptureError, match="changes"):
         fitted_of(model, X)
     assert len(CALLS) == before
-    assert "seen" not in vars(model.layers[0].base.weight)  # type: ignore[union-attr]
+    assert "seen" not in vars(model.layers[0].base.weight)
 
 
 def test_a_global_object_that_counts_is_refused() -> None:
@@ -355,7 +357,7 @@ class Plain(Tensor):
 
 
 def _masked() -> Tensor:
-    return MaskedTensor(torch.ones(2, SIZE), torch.ones(2, SIZE, dtype=torch.bool))  # type: ignore[no-any-return, no-untyped-call]
+    return MaskedTensor(torch.ones(2, SIZE), torch.ones(2, SIZE, dtype=torch.bool))  # type: ignore[no-untyped-call]
 
 
 def _nested() -> Tensor:

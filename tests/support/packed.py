@@ -21,7 +21,7 @@ class Packed(Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor, scales: Tensor, group: int) -> "Packed":
-        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make: Any = torch.Tensor._make_wrapper_subclass
         look = {"dtype": scales.dtype, "device": numbers.device, "requires_grad": False}
         made: Packed = make(cls, numbers.shape, **look)
         return made
@@ -50,7 +50,7 @@ class Packed(Tensor):
         return cls(inner["numbers"], inner["scales"], metadata["group"])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # the stub is of a function, not of a class method
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _ON_PARTS:

@@ -152,7 +152,7 @@ def buffer_named(model: nn.Module, name: str) -> Tensor:
     return found
 
 
-def in_charge(types: Iterable[type]) -> list[type]:
+def in_charge(types: Iterable[type[Any]]) -> list[type[Any]]:
     """The classes, among those of an op's operands, that do ops in their own way: none of them a stand-in."""
     return [kind for kind in types if not issubclass(kind, FakeTensor)]
 
