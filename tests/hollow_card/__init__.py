@@ -33,8 +33,9 @@ _REAL = Path("/dev/nvidiactl")  # there if a driver of the vendor's runs
 class Card:
     """A card to run on. CUDA itself takes `context` of its memory; 0 multiprocessors: by capability.
 
-    With `untouched`, copies and fills of at least so many bytes are left out: the card may then be larger
-    than this machine's memory, and values are garbage. Without `values`, ops compute nothing at all.
+    With `untouched`, copies, fills and ops on tensors of at least so many bytes are left out: the card may
+    then be larger than this machine's memory, and such values are garbage. Without `values`, ops compute
+    nothing.
     """
 
     capability: str = "8.0"

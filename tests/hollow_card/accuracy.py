@@ -264,8 +264,8 @@ _NOT_COVERED = """\
 - Optimizers, autocast and gradient scalers: eager's peak with them is not on this page.
 - Planned steps: the tests of `tests/hollow_card` hold their requested bytes to what PyTorch counts.
 - Models that came to the card in another way. Here the tensors came in the order of the modules. A model
-  that was built on the card, or changed its dtype there, leaves free blocks, and its reserved bytes differ: by
-  -10 to +9 % in five steps that were tried.
+  that was built on the card, or changed its dtype there, leaves free blocks, and its reserved bytes differ:
+  by -10 to +9 % in five steps that were tried.
 - cuDNN's attention at capabilities 9.0 and 10.0, cuDNN's recurrent layers, several cards, other versions of
   PyTorch.
 """
@@ -303,9 +303,9 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| {name} | {exact} of {len(rows)} | {least:.2%} | {most:.2%} | {middle:.2%} |"
     same = sum(not row.requests_elsewhere for row in rows)
     yield ""
-    yield f"On {same} of {len(rows)} steps, every request and every free of an iteration comes as projected, in"
-    yield "size and order (frees that follow each other in any order). The column `differ` counts the requests"
-    yield "from the first to the last that do not."
+    yield f"On {same} of {len(rows)} steps, every request and every free of an iteration comes as projected,"
+    yield "in size and order (frees that follow each other in any order). The column `differ` counts the"
+    yield "requests from the first to the last that do not."
     yield ""
     yield f"| {' | '.join(_HEAD)} |"
     yield "|---" * len(_HEAD) + "|"

@@ -50,34 +50,18 @@ def on_card(make: Callable[[], Made]) -> Made:
     return model.cuda(), tuple(there[arg] for arg in args)
 
 
-def trained(
-    model: nn.Module,
-    args: tuple[Tensor, ...],
-    optimizer: Optimizer | None = None,
-    *,
-    autocast: torch.dtype | None = None,
-    scaled: bool = False,
-) -> Run:
-    """Some iterations, with the same draws each time this is called.
-
-    Forward runs under `autocast`; if `scaled`, PyTorch scales the loss, and the gradients back.
-    """
+def trained(model: nn.Module, args: tuple[Tensor, ...], optimizer: Optimizer | None = None) -> Run:
+    """Some iterations, with the same draws each time this is called."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     losses, values = [], list[Tensor]()
-    scaler = torch.amp.GradScaler("cuda", init_scale=256.0, enabled=scaled)
     for number in range(ITERATIONS):
         torch.manual_seed(number)
-        with torch.autocast("cuda", autocast, enabled=autocast is not None):
-            loss = model(*args)
-        scaler.scale(loss).backward()
+        loss = model(*args)
+        loss.backward()
         losses.append(loss.item())
-        if optimizer is not None and scaled:
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        elif optimizer is not None:
+        if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
         elif number == ITERATIONS - 1:

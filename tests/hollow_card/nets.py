@@ -6,9 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.nets import NETS as FAMILIES
-from tests.support.nets.huggingface import OwnLoss
-
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 
 
@@ -124,41 +121,4 @@ def norms() -> Made:
 NETS: dict[str, Callable[[], Made]] = {
     made.__name__: made
     for made in (transformer, narrow_transformer, grouped, perceptron, convolutions, norms)
-}
-
-
-def whisper() -> Made:
-    """Transformers' Whisper with its own loss: convolutions over sound, and attention between two stacks."""
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        vocab_size=96,
-        num_mel_bins=8,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_source_positions=16,
-        max_target_positions=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        use_cache=False,
-    )
-    model = OwnLoss(WhisperForConditionalGeneration(config).train(), "input_features", "labels")
-    return model, (torch.randn(2, 8, 32), torch.randint(3, 96, (2, 16)))
-
-
-def tiny(name: str) -> Callable[[], Made]:
-    """A net of `tests/support/nets` in its small size."""
-    return lambda: tuple(FAMILIES[name].build("tiny"))  # type: ignore[return-value]
-
-
-SMALL: dict[str, Callable[[], Made]] = {
-    **{name: tiny(name) for name in ("gpt", "llama", "vit", "unet", "resnet50", "lstm", "diffusion")},
-    "whisper": whisper,
 }
