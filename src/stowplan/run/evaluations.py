@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from stowplan.capture.answers import NO_ANSWERS
-from stowplan.capture.sparse import opened
+from stowplan.capture.composite import opened
 from stowplan.capture.stand_ins import TensorLook
 from stowplan.run.border.guard import Dependencies, Guard
 
