@@ -29,7 +29,7 @@ _FORM = "(form)"  # among the contents of a wrapper, beside the names of its inn
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _Shell:
     """What a wrapper is beside its inner tensors. `metadata` is what its class gives with their names."""
 
     kind: type[Any]
@@ -100,7 +100,7 @@ def contents_of(tensor: Tensor) -> dict[str, object]:
     wrapper: Any = tensor
     names, metadata = wrapper.__tensor_flatten__()
     look = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-    form = _Form(type(tensor), metadata, *look, isinstance(tensor, nn.Parameter), tensor.requires_grad)
+    form = _Shell(type(tensor), metadata, *look, isinstance(tensor, nn.Parameter), tensor.requires_grad)
     return {_FORM: form} | {name: getattr(wrapper, name) for name in names}
 
 
