@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import stowplan
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.plan.draft import Exactness
+from stowplan.run.call_planner import CallPlanner
 from stowplan.run.measure.check import check
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import DraftedStep, Subject, draft_step
@@ -116,6 +117,7 @@ class Returns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(16))
+        self.count: Tensor
         self.register_buffer("count", torch.zeros(()))
         self.kept: Tensor | None = None
 
@@ -222,7 +224,7 @@ def test_a_loss_over_a_vocabulary_is_computed_in_tiles() -> None:
         assert peak_of(lambda: fitted(ids), held(model, ids)) <= plan.allowed_bytes < plan.plain_peak_bytes
 
 
-def trained(budget: object = "1GiB", batch: int = 2) -> tuple[nn.Module, nn.Module, Tensor]:
+def trained(budget: str = "1GiB", batch: int = 2) -> tuple[nn.Module, nn.Module, Tensor]:
     """A model in eager, the same fitted for training, and a batch."""
     eager, x = Keeps(), torch.randn(batch, 3, 64, 64)
     return eager, stowplan.fit(deepcopy(eager), (x,), budget=budget, loss=_square, allow=EXACT), x
@@ -233,7 +235,7 @@ def _square(output: Tensor) -> Tensor:
 
 
 def same_step(eager: nn.Module, fitted: nn.Module, x: Tensor) -> bool:
-    _square(eager(x)).backward()
+    _square(eager(x)).backward()  # type: ignore[no-untyped-call]
     fitted(x).backward()
     pairs = zip(eager.parameters(), fitted.parameters(), strict=True)
     return all(
@@ -285,13 +287,13 @@ def test_evaluation_that_no_plan_fits_runs_as_it_is_and_says_so(caplog: pytest.L
 
 def test_calls_that_grow_are_captured_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, fitted, _ = trained()
-    plan, planned = stowplan.run.call_planner.CallPlanner.plan, list[object]()
+    plan, planned = CallPlanner.plan, list[object]()
 
     def counted(self: Any, *args: Any) -> object:
         planned.append(args)
         return plan(self, *args)
 
-    monkeypatch.setattr(stowplan.run.call_planner.CallPlanner, "plan", counted)
+    monkeypatch.setattr(CallPlanner, "plan", counted)
     with torch.no_grad():
         for rows in range(8, 40):
             x = torch.randn(1, 3, rows, 16)
