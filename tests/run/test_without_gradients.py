@@ -27,6 +27,7 @@ MODES: list[Callable[[], AbstractContextManager[Any]]] = [
     torch.no_grad,
     torch.inference_mode,
 ]
+pytestmark = pytest.mark.slow
 EXACT = ("recompute",)
 X = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0))
 
@@ -160,7 +161,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_results_changes_and_draws_are_eagers(name: str) -> None:
     make, is_training = MODELS[name]
@@ -178,7 +178,6 @@ def test_results_changes_and_draws_are_eagers(name: str) -> None:
             assert agree(*found), mode
 
 
-@pytest.mark.slow
 def test_tiles_with_norms_inside_are_exact_and_have_no_seam() -> None:
     model, z = decoder(), torch.randn(1, 4, 96, 96)
     with torch.no_grad():
@@ -203,7 +202,6 @@ def test_tiles_with_norms_inside_are_exact_and_have_no_seam() -> None:
     assert at_borders.mean() <= 1.5 * difference.mean()
 
 
-@pytest.mark.slow
 def test_a_loss_over_a_vocabulary_is_computed_in_tiles() -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -255,7 +253,6 @@ def test_evaluation_that_fits_runs_as_it_is(caplog: pytest.LogCaptureFixture) ->
     assert same_step(eager, fitted, x)
 
 
-@pytest.mark.slow
 def test_evaluation_that_does_not_fit_runs_by_a_plan_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
