@@ -881,11 +881,13 @@ def own_modes_unseen() -> Iterator[None]:
 
     Modules of PyTorch run faster kernels where there is none, which have other bits.
     """
-    asked = overrides.has_torch_function
+    asked, thread = overrides.has_torch_function, get_ident()
 
     def has_torch_function(relevant: Iterable[Any]) -> bool:
         relevant = tuple(relevant)
-        if any(not type(mode).__module__.startswith("stowplan.") for mode in _function_modes()):
+        if get_ident() != thread or any(
+            not type(mode).__module__.startswith("stowplan.") for mode in _function_modes()
+        ):
             return asked(relevant)
         plain = (Tensor, nn.Parameter, FakeTensor)
         return any(type(each) not in plain and hasattr(each, "__torch_function__") for each in relevant)
@@ -896,8 +898,9 @@ def own_modes_unseen() -> Iterator[None]:
 
 @contextmanager
 def said_to_infer(infers: bool) -> Iterator[None]:
-    """Within, code that asks whether inference mode is on finds this answer."""
-    with replaced(torch, "is_inference_mode_enabled", lambda: infers):
+    """Within, code of this thread that asks whether inference mode is on finds this answer."""
+    asked, thread = torch.is_inference_mode_enabled, get_ident()
+    with replaced(torch, "is_inference_mode_enabled", lambda: infers if get_ident() == thread else asked()):
         yield
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import stowplan
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.plan.draft import Exactness
+from stowplan.run.call_planner import CallPlanner
 from stowplan.run.measure.check import check
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import DraftedStep, Subject, draft_step
@@ -26,6 +27,7 @@ MODES: list[Callable[[], AbstractContextManager[Any]]] = [
     torch.no_grad,
     torch.inference_mode,
 ]
+pytestmark = pytest.mark.slow
 EXACT = ("recompute",)
 X = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0))
 
@@ -116,6 +118,7 @@ class Returns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(16))
+        self.count: Tensor
         self.register_buffer("count", torch.zeros(()))
         self.kept: Tensor | None = None
 
@@ -158,7 +161,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_results_changes_and_draws_are_eagers(name: str) -> None:
     make, is_training = MODELS[name]
@@ -176,7 +178,6 @@ def test_results_changes_and_draws_are_eagers(name: str) -> None:
             assert agree(*found), mode
 
 
-@pytest.mark.slow
 def test_tiles_with_norms_inside_are_exact_and_have_no_seam() -> None:
     model, z = decoder(), torch.randn(1, 4, 96, 96)
     with torch.no_grad():
@@ -201,7 +202,6 @@ def test_tiles_with_norms_inside_are_exact_and_have_no_seam() -> None:
     assert at_borders.mean() <= 1.5 * difference.mean()
 
 
-@pytest.mark.slow
 def test_a_loss_over_a_vocabulary_is_computed_in_tiles() -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -222,7 +222,7 @@ def test_a_loss_over_a_vocabulary_is_computed_in_tiles() -> None:
         assert peak_of(lambda: fitted(ids), held(model, ids)) <= plan.allowed_bytes < plan.plain_peak_bytes
 
 
-def trained(budget: object = "1GiB", batch: int = 2) -> tuple[nn.Module, nn.Module, Tensor]:
+def trained(budget: str = "1GiB", batch: int = 2) -> tuple[nn.Module, nn.Module, Tensor]:
     """A model in eager, the same fitted for training, and a batch."""
     eager, x = Keeps(), torch.randn(batch, 3, 64, 64)
     return eager, stowplan.fit(deepcopy(eager), (x,), budget=budget, loss=_square, allow=EXACT), x
@@ -233,7 +233,7 @@ def _square(output: Tensor) -> Tensor:
 
 
 def same_step(eager: nn.Module, fitted: nn.Module, x: Tensor) -> bool:
-    _square(eager(x)).backward()
+    _square(eager(x)).backward()  # type: ignore[no-untyped-call]
     fitted(x).backward()
     pairs = zip(eager.parameters(), fitted.parameters(), strict=True)
     return all(
@@ -253,7 +253,6 @@ def test_evaluation_that_fits_runs_as_it_is(caplog: pytest.LogCaptureFixture) ->
     assert same_step(eager, fitted, x)
 
 
-@pytest.mark.slow
 def test_evaluation_that_does_not_fit_runs_by_a_plan_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -285,13 +284,13 @@ def test_evaluation_that_no_plan_fits_runs_as_it_is_and_says_so(caplog: pytest.L
 
 def test_calls_that_grow_are_captured_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, fitted, _ = trained()
-    plan, planned = stowplan.run.call_planner.CallPlanner.plan, list[object]()
+    plan, planned = CallPlanner.plan, list[object]()
 
     def counted(self: Any, *args: Any) -> object:
         planned.append(args)
         return plan(self, *args)
 
-    monkeypatch.setattr(stowplan.run.call_planner.CallPlanner, "plan", counted)
+    monkeypatch.setattr(CallPlanner, "plan", counted)
     with torch.no_grad():
         for rows in range(8, 40):
             x = torch.randn(1, 3, rows, 16)
