@@ -208,7 +208,7 @@ def test_nothing_is_taken_over_inside_a_pair(child: _Child) -> None:
             fitted(x)  # a forward while backward runs, whose loss nobody keeps
             seen.append(plans_of(fitted)[0])
 
-    handle = next(fitted.parameters()).register_hook(look)
+    handle = next(fitted.parameters()).register_hook(look)  # type: ignore[no-untyped-call]
     second.backward()
     waits.backward()
     handle.remove()
