@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from stowplan.plan import highs
-from stowplan.plan.bound import Cut
+from stowplan.plan.bound import Crossings
 from stowplan.plan.select import problem_in_order
 from tests.support.steps import random_step, uneven_prices
 
@@ -28,16 +28,18 @@ def test_highs_alone_gives_what_scipy_gives(whole: bool, monkeypatch: pytest.Mon
     for seed in range(4):
         graph = random_step(seed, layers=8)
         problems.append(problem_in_order(graph, uneven_prices(graph, seed)))
-    cuts = [Cut(problem, place) for problem in problems for place in range(problem.turn, problem.turn + 3)]
+    cuts = [
+        Crossings(problem, place) for problem in problems for place in range(problem.turn, problem.turn + 3)
+    ]
     budgets = [sum(problem.nbytes) // share for problem in problems for share in (2, 3, 4)]
 
     def crossings() -> list[object]:
-        return [cut.crossing(budget, whole=whole) for cut, budget in zip(cuts, budgets, strict=True)]
+        return [cut.within(budget, whole=whole) for cut, budget in zip(cuts, budgets, strict=True)]
 
     alone = crossings()
     monkeypatch.setattr(highs, "_highs", lambda: None)
     assert alone == crossings()
-    assert any(cut.crossing(budget).seconds > 0 for cut, budget in zip(cuts, budgets, strict=True))
+    assert any(cut.within(budget).seconds > 0 for cut, budget in zip(cuts, budgets, strict=True))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
-from stowplan import BadUse, Search
+from stowplan import BadUse, Plan, Search
 from stowplan.capture import capture
 from stowplan.plan import frontier
 from stowplan.plan.files import plan_file
@@ -200,7 +200,7 @@ def test_nothing_is_taken_over_inside_a_pair(child: _Child) -> None:
     child.has_ended = True
     second = fitted(x)
     assert plans_of(fitted)[0] is first, "an earlier forward waits for its backward"
-    seen = []
+    seen: list[Plan] = []
 
     def look(_: Tensor) -> None:
         if not seen:
@@ -208,7 +208,7 @@ def test_nothing_is_taken_over_inside_a_pair(child: _Child) -> None:
             fitted(x)  # a forward while backward runs, whose loss nobody keeps
             seen.append(plans_of(fitted)[0])
 
-    handle = fitted.layers[0].weight.register_hook(look)
+    handle = next(fitted.parameters()).register_hook(look)  # type: ignore[no-untyped-call]
     second.backward()
     waits.backward()
     handle.remove()

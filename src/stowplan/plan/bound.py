@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from stowplan.plan.highs import Floats, Places, Program
+from stowplan.plan.highs import Floats, LinearProgram, Places
 from stowplan.plan.ledger import Ledger
 from stowplan.plan.problem import Problem
 
@@ -37,16 +37,19 @@ def bound_of(problem: Problem, allowed_bytes: int, *, enough: float = inf) -> fl
     curve = Ledger(problem).curve_bytes()
     over = [op for op in range(problem.turn, len(curve)) if curve[op] > allowed_bytes]
     highest = sorted(over, key=lambda op: -curve[op])
-    cuts = {cut: Cut(problem, cut) for cut in sorted({*highest[:2], *highest[:: max(1, len(over) // _CUTS)]})}
+    cuts = {
+        cut: Crossings(problem, cut)
+        for cut in sorted({*highest[:2], *highest[:: max(1, len(over) // _CUTS)]})
+    }
     relaxed: dict[int, float] = {}
     for place, cut in cuts.items():
-        relaxed[place] = cut.crossing(allowed_bytes).seconds
+        relaxed[place] = cut.within(allowed_bytes).seconds
         if relaxed[place] >= enough:
             return relaxed[place]
     best = max(relaxed.values(), default=0.0)
     if sum(problem.droppable) <= _FRACTIONAL:
         for place in sorted(cuts, key=lambda place: -relaxed[place])[:2]:
-            best = max(best, cuts[place].crossing(allowed_bytes, whole=True).seconds)
+            best = max(best, cuts[place].within(allowed_bytes, whole=True).seconds)
             if best >= enough:
                 break
     return best
@@ -58,7 +61,7 @@ def relaxed_bound_of(problem: Problem, allowed_bytes: int) -> float:
     over = [op for op in range(problem.turn, len(curve)) if curve[op] > allowed_bytes]
     highest = sorted(over, key=lambda op: -curve[op])
     cuts = {*highest[:1], *highest[:: max(1, len(over) // 2)][:2]}
-    return max((Cut(problem, cut).crossing(allowed_bytes).seconds for cut in sorted(cuts)), default=0.0)
+    return max((Crossings(problem, cut).within(allowed_bytes).seconds for cut in sorted(cuts)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +73,13 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A cut of the order at one op. Its program is built once; a budget changes one number of it."""
+class Crossings:
+    """The ways across one cut. Their program is built once; a budget changes one number of it."""
 
     problem: Problem
     place: int
 
-    def crossing(self, allowed_bytes: int, *, whole: bool = False) -> Crossing:
+    def within(self, allowed_bytes: int, *, whole: bool = False) -> Crossing:
         """The cheapest within a budget; `whole` forbids fractions, as far as some branching gets."""
         program, least = self._program
         room = max(0, _room_at(self.problem, self.place, allowed_bytes))
@@ -105,7 +108,7 @@ class Cut:
         return max(self.problem.seconds[: self.problem.turn], default=0.0) or 1.0
 
     @cached_property
-    def _program(self) -> tuple[Program, Floats]:
+    def _program(self) -> tuple[LinearProgram, Floats]:
         """The program, and the least of its rows but for the last, which is the room."""
         column = {value: place for place, value in enumerate(self._values)}
         ops = len(column)
@@ -116,7 +119,7 @@ class Cut:
         )
         seconds = np.concatenate([np.zeros(ops), self.problem.seconds[: self.problem.turn]])
         least = np.concatenate([np.ones(len(later)), np.zeros(len(rows) - 1 - len(later))])
-        return Program.of(seconds / self._unit_seconds, _terms(rows)), least
+        return LinearProgram.of(seconds / self._unit_seconds, _terms(rows)), least
 
 
 Row = list[tuple[int, float]]  # columns and factors

@@ -30,7 +30,7 @@ from re import sub
 import numpy as np
 
 from stowplan.plan.annealing import whole_value
-from stowplan.plan.bound import Cut
+from stowplan.plan.bound import Crossings
 from stowplan.plan.ledger import Ledger, State, gaps_of, states_of, steps_of
 from stowplan.plan.native.annealer import annealer_of
 from stowplan.plan.problem import Problem, ticks_of
@@ -166,7 +166,7 @@ class _Search:
         self._share = 0.0
         self._plain_bytes, self._plain_ticks = self._annealer.peak_bytes(), sum(self._ticks)
         backward = self._annealer.curve_bytes()[problem.turn :]
-        self._cut = Cut(problem, problem.turn + (int(backward.argmax()) if len(backward) else 0))
+        self._cut = Crossings(problem, problem.turn + (int(backward.argmax()) if len(backward) else 0))
         self._penalty = _PENALTY * (self._plain_ticks or 1) / max(1, self._plain_bytes)
 
     def frontier(self) -> Frontier:
@@ -201,7 +201,7 @@ class _Search:
 
         Returns whether the result met the bound, or is at most `gap` above it.
         """
-        crossing = self._cut.crossing(int(budget), whole=sum(self._problem.droppable) <= _SMALL)
+        crossing = self._cut.within(int(budget), whole=sum(self._problem.droppable) <= _SMALL)
         self._bounds.append((budget, crossing.seconds))
         self._advance(_OF_A_START)
         self._cross_with(crossing.kept)

@@ -26,7 +26,7 @@ Places = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class LinearProgram:
     """Minimise `cost` x, where each row of a sparse matrix times x has a least value.
 
     The matrix is stored by columns: those of column c are `starts[c]` to `starts[c + 1]` of `rows` and
@@ -39,12 +39,12 @@ class Program:
     factors: Floats
 
     @staticmethod
-    def of(cost: Floats, terms: tuple[Places, Places, Floats]) -> "Program":
+    def of(cost: Floats, terms: tuple[Places, Places, Floats]) -> "LinearProgram":
         """From the terms of all rows: their rows, columns and factors."""
         rows, columns, factors = terms
         order = np.lexsort((rows, columns))
         starts = np.searchsorted(columns[order], np.arange(len(cost) + 1)).astype(np.int32)
-        return Program(cost, starts, rows[order], factors[order])
+        return LinearProgram(cost, starts, rows[order], factors[order])
 
     def solved(self, least: Floats, *, whole: bool) -> tuple[float, Floats | None]:
         """A lower bound on the optimum, and the best x that was met, if one was.

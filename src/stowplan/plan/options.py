@@ -60,7 +60,8 @@ class Search:
             once for their prices, and only the asked budget is searched. A child process looks for a better
             plan meanwhile, and a later call runs by it. The bits stay the same and the budget holds; which
             call that is depends on the machine. True waits for the best plan, and gives the same one to
-            everybody with the same prices.
+            everybody with the same prices. Commands wait, and so does `fit` for plans that cannot be
+            exchanged: with a mesh, an optimizer, an arena and others, which it then says.
         progress: called with the number of probed ops and their total.
     """
 

@@ -63,7 +63,7 @@ class Improver:
         self._process_id, self._is_read = os.getpid(), False
         self._found: Plan | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="stowplan-"))
-        self._end = finalize(self, rmtree, self._folder, ignore_errors=True)
+        unused = finalize(self, rmtree, self._folder, ignore_errors=True)
         (self._folder / FIRST).write_text(plan_file.write(plan.draft()), encoding="utf-8")
         search = options.search
         asked = Improvement(
@@ -73,7 +73,7 @@ class Improver:
             min(_SECONDS, search.time_limit or _SECONDS),
         )
         self._process = _started(self._folder, asked)
-        self._end.detach()
+        unused.detach()
         self._end = finalize(self, _ended, self._process, self._folder, os.getpid())
 
     @staticmethod
@@ -135,12 +135,12 @@ class Improver:
 def _started(folder: Path, asked: Improvement) -> "subprocess.Popen[bytes]":
     """The child; Ctrl-C in a terminal goes to all of its processes, and is blocked in this one."""
     paths = os.pathsep.join(path for path in sys.path if path)
-    words = [sys.executable, "-m", "stowplan.plan.improving", str(folder), msgspec.json.encode(asked)]
+    words: list[str | bytes] = [sys.executable, "-m", "stowplan.plan.improving", str(folder)]
     blocked = {signal.SIGINT} if hasattr(signal, "pthread_sigmask") else set()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked) if blocked else set()
     try:
         return subprocess.Popen(
-            words,
+            [*words, msgspec.json.encode(asked)],
             env={**os.environ, **dict.fromkeys(_SINGLE, "1"), "PYTHONPATH": paths},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
