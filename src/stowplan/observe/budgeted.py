@@ -139,6 +139,7 @@ class BudgetedScript:
             return own(*args, **kwargs)
 
         torch.compile = compile_
+        self.record.write(self._settings.folder)
         atexit.register(self._exit)
 
     def _exit(self) -> None:
@@ -153,13 +154,14 @@ class BudgetedScript:
             self.record.notes.append(sentence)
             if self.record.rank in ("", "0"):
                 print(f"stowplan run: {sentence}", file=sys.stderr, flush=True)
+            self.record.write(self._settings.folder)  # for a process may be killed without another word
 
     # Calls
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         """Plan a module at its first call, and again where its plan no longer fits."""
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not parameters:
+        if not parameters or isinstance(parameters[0], FakeTensor) or parameters[0].is_meta:
             return False
         known = self._known.get(module)
         if known is None:
@@ -177,10 +179,12 @@ class BudgetedScript:
         known.waits = max(known.waits, waiting)
         self._remove_hooks()
         if self._bytes.is_time():
-            call = _call_of(module, args, kwargs, device)
             self._is_planning = True
             try:
+                call = _call_of(module, args, kwargs, device)
                 self._fit_within(known, call, self._allowed(known, call))
+            except Exception as error:  # of counting; those of planning are refusals
+                self._refused(known, module, error)
             finally:
                 self._is_planning = False
         return not known.is_opened
