@@ -30,7 +30,7 @@ CONTENTS = {
     "How-to": ("how-to", "inference", "iteration", "shards", "devices", "files", "report"),
     "Reference": ("reference", "limits", "compatibility", "glossary", "public-names", "dependencies"),
     "Explanation": ("concepts", "design", "allocator", "security", "decisions/index"),
-    "Measurements": ("benchmarks", "measured", "zoo", "repositories", "databases"),
+    "Measurements": ("benchmarks", "measured", "accuracy", "zoo", "repositories", "databases"),
     "Work on it": (
         "repository/CONTRIBUTING",
         "adding-a-reader",

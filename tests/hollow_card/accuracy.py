@@ -33,7 +33,7 @@ ITERATIONS = 3
 _PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
 _ROWS = _PAGE.with_suffix(".jsonl")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_LLAMA_7B = {
+_LARGE_LLAMA = {
     "batch": 1,
     "sequence": 2048,
     "vocabulary": 32000,
@@ -55,7 +55,7 @@ class Step:
 
     def build(self) -> Example:
         """On the meta device."""
-        size = "real" if self.size == "7B" else self.size
+        size = "real" if self.size == "6B" else self.size
         net, settings = NETS[self.net], self.settings or {}
         return net.build(size, device="meta", dtype=_DTYPES[self.dtype], **settings)  # type: ignore[arg-type]
 
@@ -95,7 +95,7 @@ _NARROW = ("gpt", "llama", "vit", "hf_gpt2", "hf_llama", "hf_vit", "hf_t5", "lst
 _ON_OTHERS = ("gpt", "llama", "vit", "unet", "resnet50", "moe")
 STEPS: Mapping[str, Sequence[Step]] = {
     "a100-80gb": [
-        Step("hf_llama", "7B", "bfloat16", _LLAMA_7B),
+        Step("hf_llama", "6B", "bfloat16", _LARGE_LLAMA),
         *(Step(net, dtype="bfloat16") for net in _NARROW),
         *(Step(net, "tiny") for net in _OF_ALL),
         *(Step(net) for net in _OF_ALL),
@@ -242,8 +242,13 @@ def rows_there() -> list[Row]:
 
 
 def _commit() -> str:
-    words = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-    return subprocess.run(words, capture_output=True, text=True, cwd=_PAGE.parent).stdout.strip()
+    """The last that changed `src`; with a plus if it has changes of its own."""
+    source = ["--", str(_PAGE.parents[1] / "src")]
+    last, own = (
+        subprocess.run(["git", *words, *source], capture_output=True, text=True, cwd=_PAGE.parent).stdout
+        for words in (["log", "-1", "--format=%h"], ["status", "--porcelain"])
+    )
+    return last.strip() + ("+" if own else "")
 
 
 _ABOUT = """\
@@ -283,7 +288,7 @@ _HEAD = (
     "error",
     "requests",
     "differ",
-    "commit",
+    "commit of src",
 )
 
 

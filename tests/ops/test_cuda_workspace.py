@@ -93,13 +93,13 @@ def test_narrow_weights_have_narrow_partial_sums() -> None:
 
 def test_attention_with_a_mask_across_its_rows_runs_in_its_parts() -> None:
     """The fused kernels take masks whose last dim is the fastest."""
-    heads = [torch.empty(2, 4, 16, 8, device="meta", requires_grad=True) for _ in range(3)]
+    query, key, value = (torch.empty(2, 4, 16, 8, device="meta", requires_grad=True) for _ in range(3))
     mask = torch.empty(16, 16, 4, device="meta").permute(2, 0, 1)
     calls = CudaCalls(("flash", "efficient"))
     with calls:
-        made = F.scaled_dot_product_attention(*heads, mask[None])
+        made = F.scaled_dot_product_attention(query, key, value, mask[None])
         assert "Efficient" not in type(made.grad_fn).__name__
-        made = F.scaled_dot_product_attention(*heads, mask[None].contiguous())
+        made = F.scaled_dot_product_attention(query, key, value, mask[None].contiguous())
         assert "Efficient" in type(made.grad_fn).__name__
 
 
