@@ -33,9 +33,9 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.run.measure.measure import measure
-from stowplan.run.offload.disk import DiskTier
 from stowplan.run.planning.planner import Subject, price_captured, step_planner
 from stowplan.run.step.straight import StraightStep, baseline_steps
+from stowplan.techniques.offload.run.disk import DiskTier
 from stowplan.units import format_bytes
 from tests.support.nets import NETS, Example
 from tests.support.spilling import Spilling, same, spilling

@@ -46,10 +46,10 @@ from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import KernelChoice, PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.run.cost.machine import user_folder
-from stowplan.run.kernels.kernel import Kernel
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import CapturedCandidate, PlannedStep, StepCandidate, Subject, step_planner
 from stowplan.run.step.straight import StraightStep
+from stowplan.techniques.kernels.run.kernel import Kernel
 from tests.support.nets import NETS, Example
 
 COMPILED_CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -20,12 +20,12 @@ from benchmarks.results import Study
 from stowplan.capture import capture
 from stowplan.plan.allocator.projection import project
 from stowplan.plan.allocator.settings import AllocatorSettings
-from stowplan.plan.arena.layout import lay_out
 from stowplan.plan.explain.timeline import packed_bytes_of, timeline_of_plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_roofline
 from stowplan.plan.pricing import Machine
-from stowplan.run.arena.code import placements_of
+from stowplan.techniques.arena.plan.layout import lay_out
+from stowplan.techniques.arena.run.code import placements_of
 from tests.support.nets import NETS
 
 _NETS = ("gpt=4", "llama=4", "resnet50=32", "vit=32", "unet=1")

@@ -22,8 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import stowplan
 from examples.training_script import Network
-from stowplan import Search
-from stowplan.run.shards.checkpoints import Checkpoints
+from stowplan import Checkpoints, Search
 
 STEPS = 6
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 import stowplan
 from examples.several_workers import connect
-from stowplan import Iteration, Mesh, Search
+from stowplan import Checkpoints, Iteration, Mesh, Search
 from stowplan.demo import GPT
-from stowplan.run.shards.checkpoints import Checkpoints
 
 STEPS = 4
 

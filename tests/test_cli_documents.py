@@ -8,8 +8,8 @@ import pytest
 
 from stowplan.api import read_document
 from stowplan.cli.main import main
-from stowplan.plan.shards.seeds import step_of_document
-from stowplan.plan.shards.text import load_plan, read_sheet
+from stowplan.techniques.shards.plan.seeds import step_of_document
+from stowplan.techniques.shards.plan.text import load_plan, read_sheet
 
 _FORWARD_ONLY = ("megengine", "tilelog")
 

@@ -18,11 +18,11 @@ from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_macs
 from stowplan.plan.select import Tradeoff, planner_of
-from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.plan.shards.projection import MeshProjection
 from stowplan.plan.steps import Keep, Offload, Recompute
 from stowplan.report.plan import show_frontier
 from stowplan.report.simulate import show_projections
+from stowplan.techniques.shards.plan.mesh import parse_mesh
+from stowplan.techniques.shards.plan.projection import MeshProjection
 from stowplan.units import format_bytes
 from tests.support.plans import moved
 

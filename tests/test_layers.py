@@ -22,7 +22,7 @@ MAY_IMPORT = {
         "tests/test_tools.py",
         "tests/test_zoo.py",
     },
-    "examples": {"tests/integrations/test_integrations.py", "tests/run/shards/test_torchrun.py"},
+    "examples": {"tests/integrations/test_integrations.py", "tests/techniques/shards/run/test_torchrun.py"},
 }
 
 # Each line may import from the lines above it; parts on one line do not import each other.
@@ -66,8 +66,28 @@ def imports_of(module: str, tree: ast.Module, *, relative: bool = False) -> Iter
 
 
 def part_of(name: str) -> str:
-    """The layer entry a dotted name belongs to; "" for the package itself."""
-    return name.split(".")[1] if name.count(".") else ""
+    """The layer entry a dotted name belongs to; "" for the package itself.
+
+    The planning of a technique may import what `plan` may, and its running what `run` may.
+    """
+    parts = name.split(".")
+    if parts[1:2] == ["techniques"]:
+        return parts[3] if len(parts) > 3 else ""
+    return parts[1] if len(parts) > 1 else ""
+
+
+# Who names a technique: commands and reports that are about one, and what a user imports of it.
+MAY_NAME = {
+    "stowplan.cli.simulate": "shards",
+    "stowplan.run.shards.checkpoints": "shards",
+    "stowplan.report.simulate": "shards",
+}
+
+
+def technique_of(name: str) -> str:
+    """The technique that a dotted name is of, or ""."""
+    parts = name.split(".")
+    return parts[2] if parts[1:2] == ["techniques"] and len(parts) > 2 else ""
 
 
 def faults(module: str, imported: str) -> Iterator[str]:
@@ -138,6 +158,29 @@ def test_no_two_modules_define_one_op() -> None:
     defined = [name for text in texts for name in _DEFINED.findall(text)]
     assert "stowplan::begin_gather" in defined
     assert len(set(defined)) == len(defined)
+
+
+def test_no_technique_is_on_the_general_road() -> None:
+    """They are found by the sockets, so that a folder can be deleted; types may name them."""
+    wrong = [
+        f"{module} imports {imported}"
+        for module, tree in modules()
+        for imported in imports_of(module, without_type_checking(tree))
+        if (technique := technique_of(imported))
+        and technique != technique_of(module)
+        and MAY_NAME.get(module) != technique
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def without_type_checking(tree: ast.Module) -> ast.Module:
+    """The module without what only a type checker sees."""
+    return ast.Module([node for node in tree.body if not is_for_types(node)], [])
+
+
+def is_for_types(node: ast.AST) -> bool:
+    """Whether a statement is an `if TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def test_tests_share_through_support_alone() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layers import modules
+from tests.test_layers import is_for_types, modules
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("src", "tests", "benchmarks", "tools", "examples", "docs")
@@ -32,11 +32,6 @@ def files() -> Mapping[str, ast.Module]:
 def is_text(node: ast.stmt) -> bool:
     value = node.value if isinstance(node, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
-
-
-def is_for_types(node: ast.AST) -> bool:
-    """Whether a statement is an `if TYPE_CHECKING:`."""
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def second_docstrings(tree: ast.Module) -> list[int]:

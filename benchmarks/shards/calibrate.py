@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from stowplan.capture import capture
 from stowplan.plan.prices import price_by_roofline
 from stowplan.plan.pricing import Machine
-from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.plan.shards.projection import Network, expected_most, project
-from stowplan.plan.shards.seeds import seeds_for
 from stowplan.run.cost.machine import measure_machine
-from stowplan.run.shards.processes import MeshLike
-from stowplan.run.shards.step import ShardedStep, ends_of
-from stowplan.run.shards.workers import Workers
+from stowplan.techniques.shards.plan.mesh import parse_mesh
+from stowplan.techniques.shards.plan.projection import Network, expected_most, project
+from stowplan.techniques.shards.plan.seeds import seeds_for
+from stowplan.techniques.shards.run.processes import MeshLike
+from stowplan.techniques.shards.run.step import ShardedStep, ends_of
+from stowplan.techniques.shards.run.workers import Workers
 from tests.support.nets import NETS
 from tests.support.workers.compared import differentiate
 from tests.support.workers.processes import on_workers

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.results import Study
-from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.measure.measure import measure
-from stowplan.run.shards.step import ShardedStep
+from stowplan.techniques.shards.plan.mesh import parse_mesh
+from stowplan.techniques.shards.run.step import ShardedStep
 from tests.support.nets import NETS
 from tests.support.workers.compared import differentiate
 from tests.support.workers.processes import on_workers

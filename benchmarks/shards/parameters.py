@@ -18,9 +18,9 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.results import Study
 from stowplan import Mesh, Search, fit, plans_of, shards_of
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.shards import early_gathers
-from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.measure.measure import measure
+from stowplan.techniques.shards.plan import early_gathers
+from stowplan.techniques.shards.plan.mesh import parse_mesh
 from tests.support.nets import NETS
 from tests.support.nets.net import Example
 from tests.support.workers.processes import on_workers

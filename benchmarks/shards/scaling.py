@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.results import Study, spread_of
 from stowplan import Mesh, Search, fit, shards_of
 from stowplan.analyse.facts import costs_of
-from stowplan.run.shards.processes import MeshLike
-from stowplan.run.shards.step import ShardedStep
+from stowplan.techniques.shards.run.processes import MeshLike
+from stowplan.techniques.shards.run.step import ShardedStep
 from tests.support.nets import NETS
 from tests.support.workers.compared import differentiate
 from tests.support.workers.processes import on_workers

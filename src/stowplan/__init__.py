@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from stowplan.run.in_place import Installed, install
     from stowplan.run.project import project
     from stowplan.run.shape_costs import scan, shape_costs
-    from stowplan.run.shards.fit import choices_of, shards_of
+    from stowplan.techniques.shards.run.checkpoints import Checkpoints
+    from stowplan.techniques.shards.run.fit import choices_of, shards_of
 
 __version__ = "0.2.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "BadUse",
     "BudgetTooSmall",
     "CaptureError",
+    "Checkpoints",
     "Execution",
     "IllegalPlan",
     "Installed",
@@ -102,10 +104,11 @@ _HOMES = {
     "install": "stowplan.run.in_place",
     "plans_of": "stowplan.run.fit",
     "project": "stowplan.run.project",
-    "choices_of": "stowplan.run.shards.fit",
+    "Checkpoints": "stowplan.techniques.shards.run.checkpoints",
+    "choices_of": "stowplan.techniques.shards.run.fit",
     "scan": "stowplan.run.shape_costs",
     "shape_costs": "stowplan.run.shape_costs",
-    "shards_of": "stowplan.run.shards.fit",
+    "shards_of": "stowplan.techniques.shards.run.fit",
 }
 
 

@@ -326,7 +326,7 @@ TensorBase: Any = torch._C.TensorBase
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
-    """What `.grad` holds, without asking a class that tells who looks (`run/iteration/between.py`)."""
+    """What `.grad` holds, without asking a class that tells who looks (`iteration/run/between.py`)."""
     found: Tensor | None = TensorBase.grad.__get__(tensor)
     return found
 

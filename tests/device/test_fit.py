@@ -21,10 +21,10 @@ from stowplan.plan.draft import Exactness
 from stowplan.plan.plan import Plan
 from stowplan.plan.steps import RecomputeOp, Store
 from stowplan.run.fit import automatic_budget
-from stowplan.run.held_blocks.code import LAYOUTS, Holding
 from stowplan.run.measure.measure import device_bytes, measure
-from stowplan.run.offload.host import HostAway, HostTier
-from stowplan.run.offload.plugin import tier_of
+from stowplan.techniques.held_blocks.run.code import LAYOUTS, Holding
+from stowplan.techniques.offload.run.host import HostAway, HostTier
+from stowplan.techniques.offload.run.plugin import tier_of
 from tests.support import device as stand_in
 
 _MIB = 2**20

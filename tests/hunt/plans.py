@@ -20,11 +20,11 @@ from stowplan.ir import Graph
 from stowplan.plan.judge.simulate import peaks_by_device, simulate
 from stowplan.plan.judge.verify import check_steps
 from stowplan.plan.ledger import Ledger, State, steps_of
-from stowplan.plan.offload.idle_intervals import idle_intervals_of
-from stowplan.plan.offload.insert_transfers import Move, insert_transfers
 from stowplan.plan.pricing import Pricing, Tier
 from stowplan.plan.problem import Problem, problem_of, slices_last
 from stowplan.plan.steps import Compute, Free, Load, RecomputeOp, Step, Store
+from stowplan.techniques.offload.plan.idle_intervals import idle_intervals_of
+from stowplan.techniques.offload.plan.insert_transfers import Move, insert_transfers
 from tests.support.small_steps import small_step
 from tests.support.values import Reference, Wrong, curve_of, reference_of
 

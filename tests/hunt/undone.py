@@ -31,11 +31,11 @@ from stowplan.capture.stand_ins import torch_dtype
 from stowplan.run import wrappers
 from stowplan.run.border import frozen
 from stowplan.run.border.frozen import Picture, Same
-from stowplan.run.iteration import one_by_one
 from stowplan.run.step import function
 from stowplan.run.step.function import Run
 from stowplan.run.step.incoming import IncomingGradients
 from stowplan.run.step.presence import Presence
+from stowplan.techniques.iteration.run import one_by_one
 from tests.support.machine import same_everywhere
 
 from .children import Child

@@ -11,12 +11,12 @@ from stowplan.ir import Graph
 from stowplan.plan.allocator.projection import project
 from stowplan.plan.allocator.requests import requests_of
 from stowplan.plan.allocator.settings import AllocatorSettings
-from stowplan.plan.arena.layout import ArenaLayout, Placement, Slot, lay_out, refuse_unsafe
 from stowplan.plan.draft import ArenaUse
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
+from stowplan.techniques.arena.plan.layout import ArenaLayout, Placement, Slot, lay_out, refuse_unsafe
 from tests.support.steps import random_step, uneven_prices
 
 

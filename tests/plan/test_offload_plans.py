@@ -16,10 +16,6 @@ from stowplan.plan.files import plan_file
 from stowplan.plan.frontier import Point
 from stowplan.plan.judge.simulate import bytes_beside, simulate
 from stowplan.plan.judge.verify import verify
-from stowplan.plan.offload import plugin
-from stowplan.plan.offload.idle_intervals import idle_intervals_of
-from stowplan.plan.offload.insert_transfers import insert_transfers
-from stowplan.plan.offload.transfer_schedule import Caps, TransferSchedule
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
@@ -27,6 +23,10 @@ from stowplan.plan.pricing import Basis, Pricing, Tier
 from stowplan.plan.problem import Problem
 from stowplan.plan.steps import Compute, Free, Load, Offload, Step, Store
 from stowplan.run.step.straight import baseline_steps
+from stowplan.techniques.offload.plan import plugin
+from stowplan.techniques.offload.plan.idle_intervals import idle_intervals_of
+from stowplan.techniques.offload.plan.insert_transfers import insert_transfers
+from stowplan.techniques.offload.plan.transfer_schedule import Caps, TransferSchedule
 from stowplan.watch import Patience, ended_by
 
 MB = 10**6

@@ -25,7 +25,8 @@ STEPS = 400  # tried for each fault
 ENOUGH = 3  # wrong schedules
 
 PROBLEM, LEDGER = "stowplan.plan.problem", "stowplan.plan.ledger"
-IDLE, INSERT = "stowplan.plan.offload.idle_intervals", "stowplan.plan.offload.insert_transfers"
+IDLE = "stowplan.techniques.offload.plan.idle_intervals"
+INSERT = "stowplan.techniques.offload.plan.insert_transfers"
 SEARCH = (PROBLEM, LEDGER, IDLE, INSERT, "tests.hunt.plans")
 """In the order in which they import each other; the last calls the others."""
 

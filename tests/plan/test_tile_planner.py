@@ -26,12 +26,12 @@ from stowplan.plan.plan import Plan
 from stowplan.plan.prices import price_by_macs
 from stowplan.plan.select import Candidate, Selector, planner_of
 from stowplan.plan.steps import Tile
-from stowplan.plan.tiles.borders import crops_early
-from stowplan.plan.tiles.candidates import stages_of
-from stowplan.plan.tiles.costs import costs_of_sweep
-from stowplan.plan.tiles.plugin import tiles_for_document
-from stowplan.plan.tiles.rounds import rounds_of
-from stowplan.plan.tiles.segment import segment_of
+from stowplan.techniques.tiles.plan.borders import crops_early
+from stowplan.techniques.tiles.plan.candidates import stages_of
+from stowplan.techniques.tiles.plan.costs import costs_of_sweep
+from stowplan.techniques.tiles.plan.plugin import tiles_for_document
+from stowplan.techniques.tiles.plan.rounds import rounds_of
+from stowplan.techniques.tiles.plan.segment import segment_of
 
 MIB = 2**20
 MOVES = 400

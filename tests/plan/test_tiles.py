@@ -14,12 +14,12 @@ from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Graph, Phase
 from stowplan.plan.planner import baseline_peak_of
 from stowplan.plan.prices import price_by_macs
-from stowplan.plan.tiles.candidates import stages_of
-from stowplan.plan.tiles.collapse import collapse
-from stowplan.plan.tiles.costs import costs_of_sweep
-from stowplan.plan.tiles.rects import TileLevels, grid_of, regions_by_op, tile_of, tiles_of
-from stowplan.plan.tiles.rounds import refusal, rounds_of
-from stowplan.plan.tiles.segment import Segment, segment_of
+from stowplan.techniques.tiles.plan.candidates import stages_of
+from stowplan.techniques.tiles.plan.collapse import collapse
+from stowplan.techniques.tiles.plan.costs import costs_of_sweep
+from stowplan.techniques.tiles.plan.rects import TileLevels, grid_of, regions_by_op, tile_of, tiles_of
+from stowplan.techniques.tiles.plan.rounds import refusal, rounds_of
+from stowplan.techniques.tiles.plan.segment import Segment, segment_of
 
 Dump = Callable[[str], Path]
 MIB = 2**20

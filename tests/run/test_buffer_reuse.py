@@ -12,12 +12,12 @@ from stowplan.ir import Graph
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
-from stowplan.plan.tiles.borders import stretches_between_narrow_norms
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import PlannedStep, draft_within, price_captured
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.tiles.insertions import capture_with_sweeps
-from stowplan.run.tiles.sweep import Sweep
+from stowplan.techniques.tiles.plan.borders import stretches_between_narrow_norms
+from stowplan.techniques.tiles.run.insertions import capture_with_sweeps
+from stowplan.techniques.tiles.run.sweep import Sweep
 from tests.support.in_tiles import gradients_of, in_order, relative_error, step_in_tiles, stretch, sweeps_of
 from tests.support.nets import NETS
 

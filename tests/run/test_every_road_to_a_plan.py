@@ -16,10 +16,10 @@ from stowplan.plan.files import plan_file
 from stowplan.plan.judge.simulate import Simulation
 from stowplan.plan.options import PlanOptions
 from stowplan.run.backend.compile import backend
-from stowplan.run.held_blocks import plugin as holding
 from stowplan.run.largest import Sizes
 from stowplan.run.planning.plan_cache import PlanCache
 from stowplan.run.project import Projection
+from stowplan.techniques.held_blocks.run import plugin as holding
 from tests.run.test_saved_plans import tiled
 from tests.support.plans import note_verified, spoil_drafts, without_its_last_op
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from stowplan.capture import Captured, capture
 from stowplan.run.parts.folding import factors_of
 from stowplan.run.parts.part import LocalCall
-from stowplan.run.tiles.sweep import Sweep
+from stowplan.techniques.tiles.run.sweep import Sweep
 from tests.support.in_tiles import error_in_tiles, random_inputs, relative_error, stretch, whole
 from tests.support.models import images
 

@@ -22,15 +22,15 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.steps import Compute
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.iteration.iteration import RunningIteration
-from stowplan.run.iteration.one_by_one import OneByOne, refuse_unless_one_by_one
-from stowplan.run.iteration.planner import IterationPlanner
-from stowplan.run.iteration.state_elsewhere import StateElsewhere
 from stowplan.run.largest import largest_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.offload.disk import DiskTier
 from stowplan.run.planning.planner import step_planner
 from stowplan.run.target import Target, subject_of
+from stowplan.techniques.iteration.run.iteration import RunningIteration
+from stowplan.techniques.iteration.run.one_by_one import OneByOne, refuse_unless_one_by_one
+from stowplan.techniques.iteration.run.planner import IterationPlanner
+from stowplan.techniques.iteration.run.state_elsewhere import StateElsewhere
+from stowplan.techniques.offload.run.disk import DiskTier
 from tests.support.asking import asked
 from tests.support.iterations import ROOMY as AMPLE
 from tests.support.iterations import Loop, differing
@@ -528,7 +528,7 @@ def test_a_scaler_is_refused_where_two_backwards_clip() -> None:
 def spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tier of this test alone."""
     tier = DiskTier(tmp_path, chunk_bytes=4096)
-    monkeypatch.setattr("stowplan.run.iteration.planner.tier_for", lambda _: tier)
+    monkeypatch.setattr("stowplan.techniques.iteration.run.planner.tier_for", lambda _: tier)
     yield
     tier.close()
 
@@ -870,7 +870,7 @@ def test_check_compares_whole_iterations_and_finds_a_wrong_update(monkeypatch: p
         right(self, parameter, group)
         right(self, parameter, group)
 
-    monkeypatch.setattr("stowplan.run.iteration.planner.refuse_unless_one_by_one", lambda _: None)
+    monkeypatch.setattr("stowplan.techniques.iteration.run.planner.refuse_unless_one_by_one", lambda _: None)
     monkeypatch.setattr(OneByOne, "update", twice)
     assert not check(target, "1GiB", optimizer="adamw", steps=2).holds
 

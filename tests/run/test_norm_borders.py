@@ -15,15 +15,15 @@ from stowplan.ir import Phase
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.prices import price_by_macs
 from stowplan.plan.steps import RecomputeOp
-from stowplan.plan.tiles.borders import stretches_between_narrow_norms, stretches_between_norms
-from stowplan.plan.tiles.collapse import SWEEP, collapse, extra_macs_of
-from stowplan.plan.tiles.costs import costs_of_sweep
-from stowplan.plan.tiles.rounds import rounds_of
-from stowplan.plan.tiles.segment import segment_of
 from stowplan.run.planning.planner import planner_for_captured
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.tiles.insertions import capture_with_sweeps
-from stowplan.run.tiles.sweep import Sweep
+from stowplan.techniques.tiles.plan.borders import stretches_between_narrow_norms, stretches_between_norms
+from stowplan.techniques.tiles.plan.collapse import SWEEP, collapse, extra_macs_of
+from stowplan.techniques.tiles.plan.costs import costs_of_sweep
+from stowplan.techniques.tiles.plan.rounds import rounds_of
+from stowplan.techniques.tiles.plan.segment import segment_of
+from stowplan.techniques.tiles.run.insertions import capture_with_sweeps
+from stowplan.techniques.tiles.run.sweep import Sweep
 from tests.support.in_tiles import gradients_of, in_order, relative_error, sweeps_of
 from tests.support.nets import NETS
 

@@ -18,9 +18,9 @@ from stowplan.plan.steps import Store
 from stowplan.run.cost.machine import ProbeCache
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.offload.disk import DiskTier, rates_of
 from stowplan.run.planning.planner import price_captured
 from stowplan.run.step.straight import StraightStep
+from stowplan.techniques.offload.run.disk import DiskTier, rates_of
 from tests.support.nets import NETS
 from tests.support.side_by_side import different, trained
 from tests.support.spilling import SMALL, Little, everything_moved

@@ -18,8 +18,8 @@ from stowplan import Execution, Search
 from stowplan.capture import capture
 from stowplan.errors import BadUse
 from stowplan.plan.steps import RecomputeOp
-from stowplan.run.offload.disk import DiskTier
 from stowplan.run.step.straight import StraightStep
+from stowplan.techniques.offload.run.disk import DiskTier
 from tests.support.models import images
 from tests.support.side_by_side import lowest
 from tests.support.spilling import SMALL, everything_moved

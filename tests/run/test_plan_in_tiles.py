@@ -17,7 +17,7 @@ from stowplan.plan.steps import Tile
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import Subject, draft_step, planner_for_captured, step_planner
-from stowplan.run.tiles.sweep_probes import SweepProbes
+from stowplan.techniques.tiles.run.sweep_probes import SweepProbes
 from tests.support.in_tiles import gradients_of, relative_error
 from tests.support.nets import NETS
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
-from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.run.parts.part import Index
-from stowplan.run.tiles.gathering import Covariances, OfProduct
+from stowplan.techniques.tiles.plan.rounds import rounds_of
+from stowplan.techniques.tiles.run.gathering import Covariances, OfProduct
 from tests.support.in_tiles import error_in_tiles, errors_in_float32, stretch
 from tests.support.models import images
 

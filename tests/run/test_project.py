@@ -20,10 +20,10 @@ from stowplan.ir import DType
 from stowplan.plan.cards import Card, card_named, cards, price_on_card
 from stowplan.plan.files import plan_file
 from stowplan.plan.options import PlanOptions
-from stowplan.run.iteration.one_by_one import UpdateBook, groups_by_parameter
-from stowplan.run.iteration.state_elsewhere import WORTH_BYTES
 from stowplan.run.project import project_step
 from stowplan.run.target import Target
+from stowplan.techniques.iteration.run.one_by_one import UpdateBook, groups_by_parameter
+from stowplan.techniques.iteration.run.state_elsewhere import WORTH_BYTES
 from tests.support.asking import asked
 
 

@@ -9,10 +9,10 @@ from stowplan.capture import Captured, capture
 from stowplan.errors import NotTileable
 from stowplan.ir import DType, Phase
 from stowplan.ops.table import shape_of
-from stowplan.plan.tiles.rects import cut_tensors
-from stowplan.plan.tiles.rounds import refusal
-from stowplan.plan.tiles.segment import Segment
 from stowplan.run.parts.losses import tiled_loss
+from stowplan.techniques.tiles.plan.rects import cut_tensors
+from stowplan.techniques.tiles.plan.rounds import refusal
+from stowplan.techniques.tiles.plan.segment import Segment
 from tests.support.in_tiles import error_in_tiles, stretch
 from tests.support.nets import NETS
 

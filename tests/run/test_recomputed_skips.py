@@ -15,20 +15,20 @@ from stowplan.ops.table import site_of
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Baseline, Refusals
-from stowplan.plan.tiles.borders import in_tiling_order
-from stowplan.plan.tiles.candidates import Tiling, stages_of
-from stowplan.plan.tiles.collapse import extra_macs_of
-from stowplan.plan.tiles.joins import BackwardFootprint, divided_tilings
-from stowplan.plan.tiles.skips import Skip, cheap_skips
 from stowplan.run.planning.planner import Subject, price_captured
 from stowplan.run.planning.saved import saved_step
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.tiles import insertions
-from stowplan.run.tiles.candidates import TiledCandidate
-from stowplan.run.tiles.insertions import capture_with_sweeps
-from stowplan.run.tiles.remade import with_skips_recomputed
-from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.sweep_probes import SweepProbes
+from stowplan.techniques.tiles.plan.borders import in_tiling_order
+from stowplan.techniques.tiles.plan.candidates import Tiling, stages_of
+from stowplan.techniques.tiles.plan.collapse import extra_macs_of
+from stowplan.techniques.tiles.plan.joins import BackwardFootprint, divided_tilings
+from stowplan.techniques.tiles.plan.skips import Skip, cheap_skips
+from stowplan.techniques.tiles.run import insertions
+from stowplan.techniques.tiles.run.candidates import TiledCandidate
+from stowplan.techniques.tiles.run.insertions import capture_with_sweeps
+from stowplan.techniques.tiles.run.remade import with_skips_recomputed
+from stowplan.techniques.tiles.run.sweep import Sweep
+from stowplan.techniques.tiles.run.sweep_probes import SweepProbes
 from tests.support.in_tiles import gradients_of, relative_error
 from tests.support.nets import NETS
 

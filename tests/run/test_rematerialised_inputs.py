@@ -12,14 +12,14 @@ from stowplan.ir import validate
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Baseline, Refusals
-from stowplan.plan.tiles.borders import in_tiling_order
-from stowplan.plan.tiles.rematerialised_tilings import rematerialised_tilings
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import PlannedStep, Subject, price_captured
 from stowplan.run.planning.saved import saved_step
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.tiles.candidates import TiledCandidate
-from stowplan.run.tiles.sweep_probes import SweepProbes
+from stowplan.techniques.tiles.plan.borders import in_tiling_order
+from stowplan.techniques.tiles.plan.rematerialised_tilings import rematerialised_tilings
+from stowplan.techniques.tiles.run.candidates import TiledCandidate
+from stowplan.techniques.tiles.run.sweep_probes import SweepProbes
 from tests.support.in_tiles import gradients_of, relative_error
 from tests.support.nets import NETS
 

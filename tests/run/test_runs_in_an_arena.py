@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from stowplan import Execution, Iteration, Search
 from stowplan.capture import Ref, capture
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.arena.layout import Placement
 from stowplan.plan.steps import RecomputeOp
-from stowplan.run.arena import code as arenas
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
+from stowplan.techniques.arena.plan.layout import Placement
+from stowplan.techniques.arena.run import code as arenas
 from tests.support.models import Normed, NormFirst, Tied, images
 from tests.support.side_by_side import different, trained
 

@@ -14,16 +14,16 @@ from stowplan import Search
 from stowplan.capture import capture
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Baseline, Refusals
-from stowplan.plan.tiles.borders import in_tiling_order
-from stowplan.plan.tiles.candidates import stage_tilings
 from stowplan.run.cost.machine import Cost
 from stowplan.run.cost.probe import Signature, call_signature, cost_of_call, costs_of_calls, probed_cost
 from stowplan.run.planning.planner import Subject, price_captured
-from stowplan.run.tiles import sweep_probes
-from stowplan.run.tiles.candidates import TiledCandidate
-from stowplan.run.tiles.sampling import sample_of
-from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.sweep_probes import SweepProbes, signatures_of
+from stowplan.techniques.tiles.plan.borders import in_tiling_order
+from stowplan.techniques.tiles.plan.candidates import stage_tilings
+from stowplan.techniques.tiles.run import sweep_probes
+from stowplan.techniques.tiles.run.candidates import TiledCandidate
+from stowplan.techniques.tiles.run.sampling import sample_of
+from stowplan.techniques.tiles.run.sweep import Sweep
+from stowplan.techniques.tiles.run.sweep_probes import SweepProbes, signatures_of
 from tests.support.in_tiles import stretch
 from tests.support.nets import NETS
 from tests.support.timing import timed

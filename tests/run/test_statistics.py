@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
-from stowplan.plan.tiles.rounds import refusal, rounds_of
 from stowplan.run.parts.normalise import normalised
 from stowplan.run.parts.part import Index
-from stowplan.run.tiles.gathering import Moments, Totals
+from stowplan.techniques.tiles.plan.rounds import refusal, rounds_of
+from stowplan.techniques.tiles.run.gathering import Moments, Totals
 from tests.support.in_tiles import (
     error_in_tiles,
     errors_in_float32,

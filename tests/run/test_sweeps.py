@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from stowplan.capture import Captured, capture
 from stowplan.errors import NotTileable
 from stowplan.geometry import Rect
-from stowplan.plan.tiles.rounds import refusal
-from stowplan.plan.tiles.segment import Segment
 from stowplan.run.parts.losses import TiledLoss
-from stowplan.run.tiles.sweep import Sweep
+from stowplan.techniques.tiles.plan.rounds import refusal
+from stowplan.techniques.tiles.plan.segment import Segment
+from stowplan.techniques.tiles.run.sweep import Sweep
 from tests.support.in_tiles import (
     error_in_tiles,
     errors_in_float32,

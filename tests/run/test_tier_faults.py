@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from stowplan.errors import BadUse, TierDamaged, TierFailed, TierFull
-from stowplan.run.offload.disk import DiskTier
-from stowplan.run.offload.host import HostTier
+from stowplan.techniques.offload.run.disk import DiskTier
+from stowplan.techniques.offload.run.host import HostTier
 from tests.support.spilling import FailingCalls, Spilling, same, spilling
 
 
@@ -128,7 +128,7 @@ def _fails_with_a_flipped_byte(fine: Spilling, chance: random.Random, expected: 
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from stowplan.run.offload.calls import SystemCalls
+from stowplan.techniques.offload.run.calls import SystemCalls
 from tests.support.spilling import spilling
 
 class Killing(SystemCalls):

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
-from stowplan.plan.tiles.not_needed import not_needed_in_backward
-from stowplan.plan.tiles.rounds import refusal
 from stowplan.run.parts import kernels, resizing
 from stowplan.run.parts.pooling import max_of_slices
+from stowplan.techniques.tiles.plan.not_needed import not_needed_in_backward
+from stowplan.techniques.tiles.plan.rounds import refusal
 from tests.support.in_tiles import error_in_tiles, stretch
 from tests.support.models import images
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stowplan.errors import BadUse
-from stowplan.run.iteration.iteration import RunningIteration
+from stowplan.techniques.iteration.run.iteration import RunningIteration
 from tests.support.torn import LOOPS, Outcome, TornLoop
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -12,12 +12,12 @@ from stowplan.errors import NotTileable
 from stowplan.ir import Kind, Phase, validate
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
-from stowplan.plan.tiles.borders import in_tiling_order
-from stowplan.plan.tiles.rects import cut_tensors
-from stowplan.plan.tiles.segment import Segment, segment_of
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.tiles.insertions import capture_with_sweeps
-from stowplan.run.tiles.sweep import Sweep
+from stowplan.techniques.tiles.plan.borders import in_tiling_order
+from stowplan.techniques.tiles.plan.rects import cut_tensors
+from stowplan.techniques.tiles.plan.segment import Segment, segment_of
+from stowplan.techniques.tiles.run.insertions import capture_with_sweeps
+from stowplan.techniques.tiles.run.sweep import Sweep
 
 
 def stretch(captured: Captured, first: str | None = None, last: str | None = None) -> Segment:

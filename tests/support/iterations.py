@@ -15,9 +15,9 @@ from stowplan import Iteration, Search
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.run.fit import fit
-from stowplan.run.iteration.planner import IterationPlanner
 from stowplan.run.planning.planner import Subject, step_planner
 from stowplan.run.target import Target, subject_of
+from stowplan.techniques.iteration.run.planner import IterationPlanner
 from tests.support.asking import asked
 from tests.support.nets import NETS
 from tests.support.nets.net import Example

@@ -21,7 +21,7 @@ import torch
 from stowplan.plan.pricing import Machine, Tier
 from stowplan.run.cost.machine import Cost, Findings, Platform, ProbeCache, Rates
 from stowplan.run.cost.probe import Signature, cost_of_call
-from stowplan.run.offload.disk import DiskTier
+from stowplan.techniques.offload.run.disk import DiskTier
 
 _UNIT_SECONDS = 1e-4
 _ANCHORS = (

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
-from stowplan.plan.offload.idle_intervals import idle_intervals_of
-from stowplan.plan.offload.insert_transfers import Move, insert_transfers
 from stowplan.plan.steps import Step
-from stowplan.run.offload.calls import SystemCalls
-from stowplan.run.offload.disk import DiskTier
-from stowplan.run.offload.spill import BLOCK
 from stowplan.run.step.straight import StraightStep, baseline_steps
+from stowplan.techniques.offload.plan.idle_intervals import idle_intervals_of
+from stowplan.techniques.offload.plan.insert_transfers import Move, insert_transfers
+from stowplan.techniques.offload.run.calls import SystemCalls
+from stowplan.techniques.offload.run.disk import DiskTier
+from stowplan.techniques.offload.run.spill import BLOCK
 
 SMALL = 2**14  # bytes of a chunk, so that small tensors take several
 

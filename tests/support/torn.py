@@ -23,9 +23,9 @@ from torch.optim import AdamW
 
 from stowplan.errors import BadUse, TierFailed
 from stowplan.run.fit import fit
-from stowplan.run.iteration.state_elsewhere import bring_back
-from stowplan.run.offload.calls import SystemCalls
-from stowplan.run.offload.disk import DiskTier
+from stowplan.techniques.iteration.run.state_elsewhere import bring_back
+from stowplan.techniques.offload.run.calls import SystemCalls
+from stowplan.techniques.offload.run.disk import DiskTier
 from tests.support.asking import asked
 from tests.support.failing import Failing
 
@@ -127,7 +127,7 @@ class TornLoop:
         calls = _FailingCalls() if "allow" in options else None
         tier = DiskTier(folder, chunk_bytes=4096, calls=calls) if calls else None
 
-        with patch("stowplan.run.iteration.planner.tier_for", lambda _: tier):
+        with patch("stowplan.techniques.iteration.run.planner.tier_for", lambda _: tier):
             how: dict[str, Any] = {"optimizer": optimizer, "allow": ("recompute",), "moves": 3, **options}
             fitted = fit(model, (_batch(),), budget=budget, **asked(how))
         loop = TornLoop(model, optimizer, fitted, options.get("accumulate", 1), tier, calls)

@@ -18,14 +18,14 @@ from stowplan.ir import Graph, Phase
 from stowplan.ir.text import Labels
 from stowplan.plan.pricing import Machine
 from stowplan.plan.progress import showing_progress
-from stowplan.plan.shards.choice import choose_mesh
-from stowplan.plan.shards.curves import step_between, strong_scaling, weak_scaling
-from stowplan.plan.shards.mesh import MeshAxes, parse_mesh, refuse_too_many
-from stowplan.plan.shards.plan import shard_plan
-from stowplan.plan.shards.projection import MeshProjection, Network, project
-from stowplan.plan.shards.relayout import choose_layouts
-from stowplan.plan.shards.seeds import seeds_for, step_of_document
-from stowplan.plan.shards.text import load_plan, write_sheet
+from stowplan.techniques.shards.plan.choice import choose_mesh
+from stowplan.techniques.shards.plan.curves import step_between, strong_scaling, weak_scaling
+from stowplan.techniques.shards.plan.mesh import MeshAxes, parse_mesh, refuse_too_many
+from stowplan.techniques.shards.plan.plan import shard_plan
+from stowplan.techniques.shards.plan.projection import MeshProjection, Network, project
+from stowplan.techniques.shards.plan.relayout import choose_layouts
+from stowplan.techniques.shards.plan.seeds import seeds_for, step_of_document
+from stowplan.techniques.shards.plan.text import load_plan, write_sheet
 from stowplan.units import parse_bytes
 from stowplan.watch import tell_phase
 

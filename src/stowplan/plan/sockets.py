@@ -1,8 +1,9 @@
 """Sockets: what techniques plug into.
 
-Each technique lives in a folder of its own, and no module outside of it imports it by name. A folder's
-`plugin` module registers in sockets what the technique offers. It is imported when a socket is first asked
-for that technique. Without the folder the technique is not there, and everything else works.
+Each technique lives in a folder of `techniques/`, and the general road imports none by name. Its planning,
+`plan/`, knows nothing of PyTorch; its running is in `run/`. The `plugin` module of either registers in
+sockets what the technique offers, and is imported when a socket is first asked for that technique. Without
+the folder the technique is not there, and everything else works.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,11 +31,11 @@ T = TypeVar("T")
 def is_installed(technique: str) -> bool:
     """Whether the folder of a technique is there; some need none."""
     folder = _FOLDERS.get(technique)
-    return folder is None or any(find_spec(f"stowplan.{layer}.{folder}") for layer in ("plan", "run"))
+    return folder is None or find_spec(f"stowplan.techniques.{folder}") is not None
 
 
 class Socket(Generic[T]):
-    """The entries that techniques register for one purpose. `layer` is the folder that has their folders."""
+    """The entries that techniques register for one purpose. `layer` is the part of them that does."""
 
     def __init__(self, layer: str, *techniques: str) -> None:
         self._layer, self._techniques = layer, techniques
@@ -56,7 +57,7 @@ class Socket(Generic[T]):
         if technique not in self._offered:
             if not is_installed(technique):
                 raise BadUse(f"the technique {technique!r} is not installed")
-            import_module(f"stowplan.{self._layer}.{_FOLDERS[technique]}.plugin")
+            import_module(f"stowplan.techniques.{_FOLDERS[technique]}.{self._layer}.plugin")
         return self._offered[technique]
 
     def offered(self, allowed: Iterable[str]) -> list[T]:

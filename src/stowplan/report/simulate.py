@@ -7,8 +7,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stowplan.plan.shards.projection import MeshProjection
 from stowplan.report.terminal import INDENT, print_trimmed, table_or_lists
+from stowplan.techniques.shards.plan.projection import MeshProjection
 from stowplan.units import format_bytes, format_seconds
 
 _HEADINGS = ("workers", "mesh", "step", "network", "efficiency", "sent", "summed", "peak")

@@ -45,11 +45,11 @@ from stowplan.torch_private import neighbours_set_aside, said_to_infer
 from stowplan.watch import limited_to, tell_phase
 
 if TYPE_CHECKING:
-    from stowplan.run.iteration.iteration import RunningIteration
-    from stowplan.run.iteration.planner import Variant
     from stowplan.run.planning.constraint import Constraint
     from stowplan.run.planning.improver import Improver
     from stowplan.run.planning.sizes import PlannedSizes
+    from stowplan.techniques.iteration.run.iteration import RunningIteration
+    from stowplan.techniques.iteration.run.planner import Variant
 
 _LOGGER = logging.getLogger("stowplan")
 

@@ -45,8 +45,8 @@ from stowplan.units import bytes_left, format_bytes, is_automatic, parse_bytes
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from stowplan.run.iteration.iteration import RunningIteration
     from stowplan.run.shapes import Range
+    from stowplan.techniques.iteration.run.iteration import RunningIteration
 
 _LOGGER = logging.getLogger("stowplan")
 

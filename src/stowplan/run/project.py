@@ -60,7 +60,7 @@ from stowplan.units import parse_bytes
 from stowplan.watch import limited_to, tell_phase
 
 if TYPE_CHECKING:
-    from stowplan.run.iteration.one_by_one import UpdateBytes
+    from stowplan.techniques.iteration.run.one_by_one import UpdateBytes
 
 _WHY = {
     Chosen.ATTENTION: "attention in other kernels, which keep a log-sum-exp and the generator's state",

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from stowplan import Search, fit, plans_of, shards_of
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.measure.measure import measure
+from stowplan.techniques.shards.plan.traffic import traffic_of
 from tests.support.workers.compared import differentiate, distance
 
 MOVES = 200

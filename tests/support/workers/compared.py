@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.plan.shards.propagation import Chosen
-from stowplan.plan.shards.traffic import traffic_of
-from stowplan.run.shards.step import ShardedStep
+from stowplan.techniques.shards.plan.mesh import parse_mesh
+from stowplan.techniques.shards.plan.propagation import Chosen
+from stowplan.techniques.shards.plan.traffic import traffic_of
+from stowplan.techniques.shards.run.step import ShardedStep
 from tests.support.nets import NETS, Example
 
 EXACT = 1e-12

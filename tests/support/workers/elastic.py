@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from stowplan import Iteration, Mesh, Search, fit, shards_of
 from stowplan.errors import WorkerLost
-from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.run.shards.checkpoints import Checkpoints
+from stowplan.techniques.shards.plan.mesh import parse_mesh
+from stowplan.techniques.shards.run.checkpoints import Checkpoints
 from tests.support.nets import Example
 from tests.support.workers.compared import example_of
 from tests.support.workers.processes import on_workers

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from stowplan.run.shards.roll_call import ANSWER_SECONDS
+from stowplan.techniques.shards.run.roll_call import ANSWER_SECONDS
 from tests.support.workers.phases import Fault, Hit, Phase, hit_in
 from tests.support.workers.processes import started
 from tests.support.workers.training import Outcome, train, uninterrupted

@@ -24,7 +24,7 @@ from tests.support.workers.wires import Wires
 PATIENCE_SECONDS = 600.0
 _WARM = (
     "tests.support.nets",
-    "stowplan.run.shards.fit",
+    "stowplan.techniques.shards.run.fit",
     "torch._dynamo",
     "torch.export",
     "torch.distributed.checkpoint",

@@ -15,10 +15,10 @@ from stowplan import fit, shards_of
 from stowplan.ops.effects import BEGIN_GATHER, BEGIN_IN_ORDER, END_GATHER
 from stowplan.plan.plan import Plan
 from stowplan.plan.steps import Compute, RecomputeOp, Step
-from stowplan.run.iteration.iteration import RunningIteration
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import PlannedStep
-from stowplan.run.shards.checkpoints import Checkpoints
+from stowplan.techniques.iteration.run.iteration import RunningIteration
+from stowplan.techniques.shards.run.checkpoints import Checkpoints
 from tests.support.asking import asked
 from tests.support.workers.compared import distance, example_of
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from stowplan import Iteration, Mesh, Search, fit, shards_of
 from stowplan.errors import WorkerLost
-from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.run.shards import checkpoints, workers
-from stowplan.run.shards.checkpoints import Checkpoints
-from stowplan.run.shards.step import ShardedStep
-from stowplan.run.shards.workers import Workers
+from stowplan.techniques.shards.plan.mesh import parse_mesh
+from stowplan.techniques.shards.run import checkpoints, workers
+from stowplan.techniques.shards.run.checkpoints import Checkpoints
+from stowplan.techniques.shards.run.step import ShardedStep
+from stowplan.techniques.shards.run.workers import Workers
 from tests.support.nets import Supervised
 from tests.support.workers.elastic import batch_of, model_and_optimizer
 from tests.support.workers.phases import Fault, Journal, Phase

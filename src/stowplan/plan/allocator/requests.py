@@ -1,8 +1,9 @@
 """The requests of a plan, in the order in which its steps allocate and free, for several iterations.
 
 One stream: the copy streams of a tier use blocks of the main stream, which waits for them before it frees
-(`run/offload/host.py`). Tensors that exist before the step are allocated once. What the step leaves to
-others, such as gradients, is freed before the next iteration, as `zero_grad(set_to_none=True)` does.
+(`techniques/offload/run/host.py`). Tensors that exist before the step are allocated once. What the step
+leaves to others, such as gradients, is freed before the next iteration, as with
+`zero_grad(set_to_none=True)`.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

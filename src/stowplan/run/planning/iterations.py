@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 from stowplan.plan.sockets import Socket
 
 if TYPE_CHECKING:
-    from stowplan.run.iteration.iteration import RunningIteration
-    from stowplan.run.iteration.one_by_one import UpdateBook
-    from stowplan.run.iteration.planner import IterationPlanner
+    from stowplan.techniques.iteration.run.iteration import RunningIteration
+    from stowplan.techniques.iteration.run.one_by_one import UpdateBook
+    from stowplan.techniques.iteration.run.planner import IterationPlanner
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from stowplan.run.planning.saved import saved_step
 from stowplan.run.planning.unprobed import plan_unprobed
 
 _MOST_PLANS = 200
-_PLANNING = ("analyse", "ir", "ops", "plan", "run")
+_PLANNING = ("analyse", "ir", "ops", "plan", "run", "techniques")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""A training step on several workers: exact exchanges over torch.distributed, no transport of our own."""
+"""Where `Checkpoints` was imported from until 0.2."""

@@ -1,6 +1,0 @@
-"""Workers plug in here: how `fit` runs on a mesh."""
-
-from stowplan.run.fit import MESHES
-from stowplan.run.shards.fit import fit_on_mesh
-
-MESHES.register("mesh")(fit_on_mesh)

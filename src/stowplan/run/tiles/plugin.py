@@ -1,5 +1,0 @@
-"""Tiles plug in here: importing these modules registers candidates, saved plans and the probe of sweeps."""
-
-from stowplan.run.tiles import candidates, resumed, sampling
-
-__all__ = ["candidates", "resumed", "sampling"]

@@ -1,0 +1,1 @@
+"""Arena: what a step computes lies in one storage."""

@@ -1,0 +1,1 @@
+"""Devices: each has a budget of its own."""

@@ -1,0 +1,1 @@
+"""Held blocks: the caching allocator has one place for each result."""

@@ -1,0 +1,1 @@
+"""Iteration: the optimizer's updates are a part of the plan."""

@@ -1,0 +1,1 @@
+"""Compiled kernels: inductor compiles groups of ops where that is faster."""

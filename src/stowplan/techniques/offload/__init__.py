@@ -1,0 +1,1 @@
+"""Offload: a tensor waits in host memory or on disk."""

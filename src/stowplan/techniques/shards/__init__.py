@@ -1,0 +1,1 @@
+"""Shards: a step is cut over workers."""

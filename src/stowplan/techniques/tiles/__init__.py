@@ -1,0 +1,1 @@
+"""Tiles: a segment is computed tile by tile, in forward and in backward."""
