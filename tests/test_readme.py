@@ -94,6 +94,19 @@ def test_the_page_of_watch_is_what_the_command_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.slow
+def test_a_script_runs_within_the_budget_as_shown(tmp_path: Path) -> None:
+    """But for the seconds of planning, and the time of the plan, which differ from machine to machine."""
+    block = re.search(r"^\$ stowplan (run \S+ \S+ \S+)\n([^`]*)\n```", README, re.MULTILINE)
+    assert block is not None
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "stowplan", *block[1].split()]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert _without_figures(block[2]) in _without_figures(done.stderr)
+    assert done.stdout.count("loss") == 4
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize("line", COMMANDS)
 def test_every_command_is_one(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With a word too many it is refused for that word alone."""

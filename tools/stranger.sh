@@ -13,7 +13,7 @@ begun=$SECONDS
 
 section=$(sed -n '/^## More in a clone$/,/^## [^M]/p' docs/tutorial.md)
 commands=$(sed -n 's/^\$ //p' README.md; sed -n 's/^\$ //p' <<<"$section")
-for line in "pip install '.\[torch\]'" "stowplan watch " "pytest "; do
+for line in "pip install '.\[torch\]'" "stowplan watch " "stowplan run " "pytest "; do
     grep -q "^$line" <<<"$commands" || { echo "neither README nor the tutorial has a command like $line"; exit 1; }
 done
 clone="$room/new user/clone"
