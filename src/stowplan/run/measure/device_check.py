@@ -260,7 +260,7 @@ def _projected(captured: Captured, device: torch.device) -> Bytes:
     requested = captured.eager.peak_bytes(workspace_bytes)
     if not _counts_reserved(device):
         return Bytes(requested)
-    workspaces = {op: (nbytes,) for op, nbytes in workspace_bytes.items()}
+    workspaces = {op: (nbytes,) for op, nbytes in workspace_bytes.items() if nbytes}
     heap = figures_of(requests_of_eager(captured, workspaces), AllocatorSettings())
     return Bytes(requested, heap.allocated_peak_bytes, heap.reserved_peak_bytes)
 
