@@ -96,7 +96,7 @@ def _requests_of_workspace(workspace: Sequence[int]) -> Iterator[MemoryRequest]:
         if nbytes > 0:
             alive[block] = nbytes
             yield MemoryRequest(block, nbytes)
-        else:
+        elif nbytes < 0:
             freed = next(each for each in reversed(alive) if alive[each] == -nbytes)
             del alive[freed]
             yield MemoryRequest(freed, 0)
