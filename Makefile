@@ -46,6 +46,10 @@ test-device: ## the tests on the stand-in accelerator, with 2,000 iterations of 
 hollow-card: ## the tests on PyTorch's CUDA build without a card; makes its environment once, 555 MB; needs g++
 	$(PYTHON) -m tests.hollow_card $(TESTS)
 
+.PHONY: test-card
+test-card: ## those tests of hollow-card that fit into some minutes: the card itself, and projections
+	$(PYTHON) -m tests.hollow_card -q -n 2 tests/hollow_card/test_card.py tests/hollow_card/test_projection.py
+
 .PHONY: accuracy
 accuracy: ## docs/accuracy.md: what is projected for cards, held to PyTorch's own requests; goes on with docs/accuracy.jsonl
 	$(PYTHON) -m tests.hollow_card.accuracy

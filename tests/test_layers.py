@@ -36,6 +36,7 @@ LAYERS = (
     ("plan",),
     ("request",),
     ("run",),
+    ("techniques",),  # whose planning may import what `plan` may, and whose running what `run` may
     ("observe",),
     ("report",),
     ("api",),

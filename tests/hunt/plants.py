@@ -74,9 +74,9 @@ def _buffer_updated_twice() -> Iterator[None]:
 def _redrawn_number() -> Iterator[None]:
     """A random op that is recomputed draws new numbers."""
 
-    def changed(source: Source, *more: Any) -> Halves:
+    def changed(source: Source, *more: Any, **named: Any) -> Halves:
         text = sub(r"(try:\n *)torch.default_generator.set_state", r"\1id", source.text)
-        return compiled(replace(source, text=text), *more)
+        return compiled(replace(source, text=text), *more, **named)
 
     with patch.object(straight, "compiled", changed):
         yield

@@ -53,6 +53,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache and a module of its own for each test."""
     torch.manual_seed(0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # which deterministic trainers set and leave
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "step_of_the_road.py").write_text(_STEP)
 

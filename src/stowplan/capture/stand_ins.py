@@ -211,8 +211,8 @@ def _unlike_wrapper(tensor: Tensor) -> str:
     kind = type(tensor).__name__
     if is_divided(type(tensor)):
         return (
-            f"is a {kind}, of which this worker has a part: fit first, then divide what fit returns; or give"
-            " x.to_local() or x.full_tensor()"
+            f"is a {kind} of which this worker has a part: fit first, then divide what fit returns, as in"
+            " fully_shard(fit(...)); or give x.to_local() or x.full_tensor()"
         )
     if tensor.requires_grad:
         return (

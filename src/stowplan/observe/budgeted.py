@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from stowplan.capture import Ref
 from stowplan.errors import BudgetTooSmall, PlanTooSlow, StowplanError
+from stowplan.observe.compiling import concerns_the_script
 from stowplan.observe.counting import TensorBytes, bytes_of, storages_of
 from stowplan.observe.frames import hide_own_frames
 from stowplan.observe.launch import BudgetedRun, LaunchSettings, script_name
@@ -133,6 +134,8 @@ class BudgetedScript:
         own = torch.compile
 
         def compile_(*args: Any, **kwargs: Any) -> Any:
+            if not concerns_the_script(args, kwargs, sys._getframe(1)):
+                return own(*args, **kwargs)
             torch.compile = own
             self._say("the script calls torch.compile: modules that are not planned yet run as they are")
             self._calls.end()

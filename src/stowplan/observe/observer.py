@@ -33,6 +33,7 @@ from stowplan.observe.blocks import (
     STEP,
     BlockOrigin,
 )
+from stowplan.observe.compiling import concerns_the_script
 from stowplan.observe.frames import hide_own_frames
 from stowplan.observe.launch import LaunchSettings, script_name
 from stowplan.observe.loop import Loop, Token, described, in_order
@@ -372,6 +373,8 @@ class Observer:
         """The script compiles: ops below compiled code are not to be seen one by one."""
 
         def compile_(*args: Any, **kwargs: Any) -> Any:
+            if not concerns_the_script(args, kwargs, sys._getframe(1)):
+                return own(*args, **kwargs)
             told = "the script calls torch.compile, and a compiled step is not measured yet: run it without"
             self._survive(lambda: self.end(told))
             self.remove_last_hooks()

@@ -309,7 +309,8 @@ class Fitting:
                 now, then = _autocast_of(kind), _autocast_of(self.planned[-1].kind)
                 _LOGGER.warning(_OTHER_CASTS, model_class(model).__name__, now, then)
             self._tell_of_numbers(kind, model, args, kwargs)
-            planned = self._planned_or_refused(kind, model, args, kwargs, change)
+            call = ModelCall(kind, model, self._forward_of(model), args, kwargs)
+            planned = self._planned_by(self.planner, call, change)
             self._tell_of_counters(planned, model)
             self._make_room()
             self.planned.append(planned)
@@ -357,19 +358,8 @@ class Fitting:
                 f"forward reads a number of the buffer {answer.counts!r}, which it changes{where}: {then}"
             )
 
-    def _planned_or_refused(
-        self,
-        kind: KindOfCall,
-        model: nn.Module,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        change: str | None,
-    ) -> Planned:
-        """Plan; a budget that is too small is remembered."""
-        call = ModelCall(kind, model, self._forward_of(model), args, kwargs)
-        return self._planned_by(self.planner, call, change)
-
     def _planned_by(self, planner: CallPlanner, call: ModelCall, change: str | None) -> Planned:
+        """Plan; a budget that is too small is remembered."""
         planner.latest = None
         leaves = flatten(call.args, call.kwargs)[0]
         try:

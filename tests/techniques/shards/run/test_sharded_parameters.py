@@ -110,7 +110,7 @@ def look(folder: Path) -> Findings:
     slow = [_far_on_a_slow_network(roomy)]
     roomy.checkpoints(folder).resume()
     resumed = _same(roomy.values(), saved)
-    tight = Training(int(0.66 * right.projected_bytes))
+    tight = Training(int(0.66 * right.projected_bytes), moves=400)
     scarce, bits = tight.run(3), [_same(tight.values(), saved)]
     with patch.object(early_gathers, "MOST_AHEAD", 0):
         late = Training("1GiB")

@@ -13,7 +13,7 @@ from tests.support.workers.processes import on_workers
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 BUDGET = "7MiB"
 
 
