@@ -35,7 +35,7 @@ test-untimed: ## all other tests
 	$(SIDE_BY_SIDE) -m "not timing"
 
 .PHONY: test-fast
-test-fast: ## the tests that need neither a quiet machine, several processes nor a browser, in under 90 s
+test-fast: ## the tests that need neither half a second each, a quiet machine, several processes nor a browser
 	$(SIDE_BY_SIDE) -m "not slow and not timing and not distributed and not browser"
 
 .PHONY: test-device
