@@ -1,9 +1,9 @@
 """Constraint: what a step has to keep to beside the sum of its tensors, and the loop that brings it there.
 
-A plan is made for all the bytes that a constraint allows. If the step then takes too many, by the measure of
-that constraint, it is planned again for fewer bytes, each time for twice the excess less. The first plan that
-keeps to the constraint is taken: the more bytes, the less is recomputed. A plan that would have kept to it
-may be missed, and is then refused, never run.
+A plan is first made for all the bytes that a constraint allows. While the step exceeds the constraint, it is
+planned again for fewer bytes: the excess is taken off, multiplied by 1, 2, 4 and so on. The first plan that
+keeps to the constraint is taken, because more bytes mean less recomputation. The loop may miss a plan that
+would have kept to the constraint. The budget is then refused; no plan over the constraint ever runs.
 """
 
 from collections.abc import Callable, Mapping

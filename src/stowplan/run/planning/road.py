@@ -26,9 +26,9 @@ def draft_for(
 ) -> DraftedStep:
     """The best draft of a step within the budget; raises BudgetTooSmall with the smallest that was found.
 
-    A plan that is `given` is held to be one of this step. `unsearched` has a draft without a search, if that
-    is good enough, as with decisions of another size. A `constraint`
-    of the budget stands in for those of the execution.
+    A plan that is `given` has to be one of this step. `unsearched` returns a draft that needs no search, such
+    as one with decisions of another size, or None. A `constraint` of the budget replaces those of the
+    execution.
     """
 
     def drafted(room: int) -> DraftedStep:

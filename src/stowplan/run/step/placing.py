@@ -12,7 +12,7 @@ from stowplan.run.step.literals import call_lines
 class Placing:
     """What a technique writes into the code of a step, which reaches it by the name `placing`.
 
-    This one leaves all to the allocator. Each method that writes is asked in the order of the steps.
+    By default PyTorch's allocator places everything. Methods that write are called in the order of the steps.
     """
 
     begun_with: Mapping[str, str] = {}

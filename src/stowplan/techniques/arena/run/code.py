@@ -293,7 +293,7 @@ class InArena(Placing):
         return [*super().lines(op, call, overwrites, names, wanted), *taken, *beside]
 
     def begins(self, given: Iterable[Tensor], say_once: Callable[[str], None] | None) -> None:
-        """Earlier arenas shall be gone by now."""
+        """Move gradients out of earlier arenas, and warn of one that somebody still holds."""
         if (held_bytes := self.release(given)) and say_once:
             say_once(
                 f"views of gradients of an earlier step keep its arena of {format_bytes(held_bytes)}: the"
